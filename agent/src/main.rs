@@ -1,0 +1,2 @@
+//! Static helper inside a sandbox.
+fn main() {}

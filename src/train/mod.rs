@@ -1,0 +1,9 @@
+//! Training: the buffer of finished trials, algorithms, the trainer, weights and checkpoints.
+
+pub mod algorithm;
+pub mod buffer;
+pub mod checkpoint;
+#[cfg(feature = "torch")]
+pub mod trainer;
+#[cfg(feature = "torch")]
+pub mod weights;
