@@ -1,6 +1,7 @@
 //! Training: the buffer of finished trials, algorithms, the trainer, weights and checkpoints.
 
 pub mod algorithm;
+pub mod batch;
 pub mod buffer;
 pub mod checkpoint;
 #[cfg(feature = "torch")]
