@@ -2,8 +2,9 @@
 //!
 //! A template is Jinja. transformers runs it in a sandboxed Jinja2 with `trim_blocks`, `lstrip_blocks`,
 //! a `tojson` that writes like Python's `json.dumps(ensure_ascii=False)`, `raise_exception` and
-//! `strftime_now`; this module gives minijinja the same. Differences that remain:
-//! `{% generation %}` (tags for training frameworks) is refused by name, and `strftime_now` is in UTC.
+//! `strftime_now`; this module gives minijinja the same. `{% generation %}` blocks, by which training
+//! frameworks mark the assistant's text, render as what they enclose. One difference remains:
+//! `strftime_now` is in UTC.
 //!
 //! [`ChatTemplate::render`] takes OpenAI messages. Before rendering, [`normalize`] brings them to the
 //! one form that templates agree on: text content as a string (a list of text parts is joined, null is
@@ -11,9 +12,9 @@
 
 mod date;
 mod normalize;
-mod tojson;
 #[cfg(test)]
 mod tests;
+mod tojson;
 
 pub use normalize::{normalize, MessageError};
 
@@ -125,22 +126,25 @@ impl ChatTemplate {
             origin: origin.to_owned(),
             problem,
         };
-        if let Some(at) = source.find("{% generation").or_else(|| source.find("{%- generation")) {
-            let line = source[..at].matches('\n').count() + 1;
-            return Err(compile_error(format!(
-                "line {line} has a `generation` tag, which belongs to training frameworks; use the model's \
-                 serving template"
-            )));
-        }
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", tojson::tojson);
-        environment.add_function("raise_exception", |message: String| -> Result<JinjaValue, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, format!("{RAISED}{message}")))
+        // minijinja calls none iterable; Python does not, and templates guard `tools` with it.
+        environment.add_test("iterable", |value: &JinjaValue| {
+            !value.is_none() && value.try_iter().is_ok()
         });
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> Result<JinjaValue, Error> {
+                Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("{RAISED}{message}"),
+                ))
+            },
+        );
         environment.add_function("strftime_now", |format: String| {
             let now = std::time::SystemTime::now()
                 .duration_since(std::time::UNIX_EPOCH)
@@ -148,7 +152,7 @@ impl ChatTemplate {
             date::strftime(&format, now)
         });
         environment
-            .add_template_owned(NAME, source.clone())
+            .add_template_owned(NAME, without_generation_tags(&source))
             .map_err(|error| compile_error(describe(&error)))?;
         Ok(Self {
             environment,
@@ -215,8 +219,32 @@ impl ChatTemplate {
 /// Tells an exception of the template from a failure of rendering.
 const RAISED: &str = "raise_exception: ";
 
+/// `{% generation %}` becomes a block that is always rendered; whitespace control is kept.
+fn without_generation_tags(source: &str) -> String {
+    let source = source.replace("\r\n", "\n"); // Jinja2 does so when it compiles
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source.as_str();
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}") else {
+            break;
+        };
+        let tag = &rest[start + 2..start + length];
+        let word = tag.trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
+        out.push_str(&rest[..start + 2]);
+        match word {
+            "generation" => out.push_str(&tag.replace(word, "if true")),
+            "endgeneration" => out.push_str(&tag.replace(word, "endif")),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[start + length..];
+    }
+    out + rest
+}
+
 fn describe(error: &Error) -> String {
-    let line = error.line().map_or(String::new(), |line| format!("line {line}: "));
+    let line = error
+        .line()
+        .map_or(String::new(), |line| format!("line {line}: "));
     format!("{line}{error}")
 }
 

@@ -29,7 +29,10 @@ pub enum MessageError {
 /// Everything else is kept as it is. A message without `content` gets an empty one.
 pub fn normalize(message: &Value) -> Result<Value, MessageError> {
     let object = message.as_object().ok_or(MessageError::NoRole)?;
-    let role = object.get("role").and_then(Value::as_str).ok_or(MessageError::NoRole)?;
+    let role = object
+        .get("role")
+        .and_then(Value::as_str)
+        .ok_or(MessageError::NoRole)?;
     let mut out = Map::with_capacity(object.len() + 1);
     for (key, value) in object {
         match key.as_str() {
@@ -48,7 +51,8 @@ pub fn normalize(message: &Value) -> Result<Value, MessageError> {
             }
         }
     }
-    out.entry("content").or_insert_with(|| Value::String(String::new()));
+    out.entry("content")
+        .or_insert_with(|| Value::String(String::new()));
     Ok(Value::Object(out))
 }
 
@@ -72,7 +76,9 @@ pub(super) fn content_text(role: &str, content: &Value) -> Result<String, Messag
             }
             Ok(text)
         }
-        _ => Err(MessageError::Content { role: role.to_owned() }),
+        _ => Err(MessageError::Content {
+            role: role.to_owned(),
+        }),
     }
 }
 

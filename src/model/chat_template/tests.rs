@@ -33,13 +33,22 @@ fn content_parts_null_content_and_argument_text_are_one_form() {
 fn exceptions_of_the_template_and_bad_templates_say_what_is_wrong() {
     let t = template("{{ raise_exception('roles must alternate') }}");
     let error = t.render(&[], None, false).unwrap_err();
-    assert!(matches!(&error, TemplateError::Raised(m) if m == "roles must alternate"), "{error}");
-    let error = ChatTemplate::from_source("x\n{% if %}".into(), "bad.jinja", HashMap::new()).err().unwrap();
-    assert!(error.to_string().contains("bad.jinja") && error.to_string().contains("line 2"), "{error}");
-    let error = ChatTemplate::from_source("{% generation %}".into(), "g.jinja", HashMap::new()).err().unwrap();
-    assert!(error.to_string().contains("generation"), "{error}");
+    assert!(
+        matches!(&error, TemplateError::Raised(m) if m == "roles must alternate"),
+        "{error}"
+    );
+    let error = ChatTemplate::from_source("x\n{% if %}".into(), "bad.jinja", HashMap::new())
+        .err()
+        .unwrap();
+    assert!(
+        error.to_string().contains("bad.jinja") && error.to_string().contains("line 2"),
+        "{error}"
+    );
     let image = json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]});
-    let error = template("x").render(&[image], None, false).unwrap_err().to_string();
+    let error = template("x")
+        .render(&[image], None, false)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("image_url"), "{error}");
 }
 
@@ -48,16 +57,24 @@ fn a_folder_gives_its_template_and_one_without_says_so() {
     let dir = tempfile::tempdir().unwrap();
     testing::write_folder(dir.path());
     let t = ChatTemplate::from_dir(dir.path()).unwrap();
-    let text = t.render(&[json!({"role": "user", "content": "hi"})], None, true).unwrap();
+    let text = t
+        .render(&[json!({"role": "user", "content": "hi"})], None, true)
+        .unwrap();
     assert_eq!(text, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n");
     let empty = tempfile::tempdir().unwrap();
-    assert!(matches!(ChatTemplate::from_dir(empty.path()), Err(TemplateError::Missing { .. })));
+    assert!(matches!(
+        ChatTemplate::from_dir(empty.path()),
+        Err(TemplateError::Missing { .. })
+    ));
 }
 
 #[test]
 fn dates_are_those_of_the_calendar() {
     // `date -u -d @1709164799` and two seconds later.
-    assert_eq!(date::strftime("%d %b %Y %H:%M:%S %A", 1_709_164_799), "28 Feb 2024 23:59:59 Wednesday");
+    assert_eq!(
+        date::strftime("%d %b %Y %H:%M:%S %A", 1_709_164_799),
+        "28 Feb 2024 23:59:59 Wednesday"
+    );
     assert_eq!(date::strftime("%Y-%m-%d", 1_709_164_801), "2024-02-29");
 }
 
@@ -95,7 +112,12 @@ json.dump(out, sys.stdout)
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    child.stdin.take().unwrap().write_all(json!(cases).to_string().as_bytes()).unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(json!(cases).to_string().as_bytes())
+        .unwrap();
     let output = child.wait_with_output().unwrap();
     let reference: Value = serde_json::from_slice(&output.stdout).unwrap();
     let (mut agree, mut refused, mut wrong) = (0, Vec::new(), Vec::new());
@@ -131,7 +153,12 @@ json.dump(out, sys.stdout)
         agree += usize::from(ok);
     }
     println!("{agree} templates agree; refused:\n{}", refused.join("\n"));
-    assert!(wrong.is_empty(), "{} differences:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{} differences:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
     assert!(agree >= 6);
 }
 
@@ -159,7 +186,10 @@ fn conversations() -> Vec<Value> {
     let mut out = Vec::new();
     for (messages, tools) in [
         (json!([{"role": "user", "content": "hi"}]), Value::Null),
-        (json!([{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]), tools.clone()),
+        (
+            json!([{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]),
+            tools.clone(),
+        ),
         (loop_.clone(), tools.clone()),
         (loop_, Value::Null),
         (reasoning, tools),

@@ -109,7 +109,11 @@ impl Formatter for PythonFormatter {
 fn python_float(value: f64) -> String {
     if !value.is_finite() {
         let text = if value.is_nan() { "NaN" } else { "Infinity" };
-        return if value < 0.0 { format!("-{text}") } else { text.to_owned() };
+        return if value < 0.0 {
+            format!("-{text}")
+        } else {
+            text.to_owned()
+        };
     }
     let magnitude = value.abs();
     if value == 0.0 || (1e-4..1e16).contains(&magnitude) {

@@ -159,7 +159,9 @@ impl Tokenizer {
             for owner in [&value, &value["text_config"]] {
                 match &owner["eos_token_id"] {
                     Value::Number(n) => ids.extend(n.as_u64().map(|n| n as u32)),
-                    Value::Array(list) => ids.extend(list.iter().filter_map(|n| n.as_u64().map(|n| n as u32))),
+                    Value::Array(list) => {
+                        ids.extend(list.iter().filter_map(|n| n.as_u64().map(|n| n as u32)))
+                    }
                     _ => {}
                 }
             }

@@ -5,7 +5,16 @@ use serde_json::json;
 use std::{collections::BTreeMap, path::Path};
 
 /// Words that encode to one token each.
-pub(crate) const WORDS: [&str; 8] = ["user", "assistant", "system", "name", "arguments", "hello", "tool", "world"];
+pub(crate) const WORDS: [&str; 8] = [
+    "user",
+    "assistant",
+    "system",
+    "name",
+    "arguments",
+    "hello",
+    "tool",
+    "world",
+];
 
 /// Added tokens in id order after the vocabulary: text and `special`.
 pub(crate) const ADDED: [(&str, bool); 9] = [
@@ -103,12 +112,16 @@ pub(crate) fn write_folder(dir: &Path) {
                   "end_of_word_suffix": "", "fuse_unk": false, "byte_fallback": false,
                   "vocab": vocab, "merges": merges},
     });
-    let write = |name: &str, text: String| std::fs::write(dir.join(name), text).expect("test folder is writable");
+    let write =
+        |name: &str, text: String| std::fs::write(dir.join(name), text).expect("test folder is writable");
     write("tokenizer.json", tokenizer.to_string());
     write(
         "tokenizer_config.json",
         json!({"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}).to_string(),
     );
-    write("generation_config.json", json!({"eos_token_id": [base, base + 2]}).to_string());
+    write(
+        "generation_config.json",
+        json!({"eos_token_id": [base, base + 2]}).to_string(),
+    );
     write("chat_template.jinja", TEMPLATE.trim_start().to_owned());
 }

@@ -30,8 +30,14 @@ fn control_tokens_of_the_template_are_ids_and_those_of_content_are_text() {
     let ids = t.encode_rendered(&rendered).unwrap();
     assert_eq!(ids.iter().filter(|id| **id == end).count(), 1);
     assert_eq!(ids.iter().filter(|id| t.is_special(**id)).count(), 2);
-    assert_eq!(t.decode_with_special(&ids), format!("<|im_start|>user\n{content}<|im_end|>\n"));
-    assert!(t.decode(&ids).contains("wrote <|im_end|>"), "plain text survives decoding");
+    assert_eq!(
+        t.decode_with_special(&ids),
+        format!("<|im_start|>user\n{content}<|im_end|>\n")
+    );
+    assert!(
+        t.decode(&ids).contains("wrote <|im_end|>"),
+        "plain text survives decoding"
+    );
 }
 
 #[test]
@@ -59,16 +65,34 @@ fn a_sentencepiece_vocabulary_is_refused_by_name() {
     value["model"]["vocab"]["\u{2581}x"] = 9999.into();
     std::fs::write(&path, value.to_string()).unwrap();
     let error = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
-    assert!(error.contains("tokenizer.json") && error.contains("byte-level"), "{error}");
+    assert!(
+        error.contains("tokenizer.json") && error.contains("byte-level"),
+        "{error}"
+    );
 }
 
 fn texts() -> impl Strategy<Value = String> {
     let special = prop::sample::select(vec![
-        "<|im_end|>", "<|im_start|>", "<tool_call>", "\u{fdd0}", "\u{fdd1}", "<|im_", "end|>", "<", "|>", "é",
-        "\u{1F600}", " ", "\n", "hello",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<tool_call>",
+        "\u{fdd0}",
+        "\u{fdd1}",
+        "<|im_",
+        "end|>",
+        "<",
+        "|>",
+        "é",
+        "\u{1F600}",
+        " ",
+        "\n",
+        "hello",
     ]);
-    prop::collection::vec(prop_oneof![special.prop_map(str::to_owned), ".{0,6}".prop_map(|s| s)], 0..12)
-        .prop_map(|parts| parts.concat())
+    prop::collection::vec(
+        prop_oneof![special.prop_map(str::to_owned), ".{0,6}".prop_map(|s| s)],
+        0..12,
+    )
+    .prop_map(|parts| parts.concat())
 }
 
 proptest! {

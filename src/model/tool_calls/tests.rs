@@ -11,7 +11,8 @@ fn call(name: &str, arguments: &str) -> ToolCall {
 #[test]
 fn hermes_calls_content_and_malformed_ones() {
     let parse = |text: &str| Hermes.parse(text, None);
-    let one = "<tool_call>\n{\"name\": \"run\", \"arguments\": {\"cmd\": \"ls </x> \\\"é\\\"\"}}\n</tool_call>";
+    let one =
+        "<tool_call>\n{\"name\": \"run\", \"arguments\": {\"cmd\": \"ls </x> \\\"é\\\"\"}}\n</tool_call>";
     assert_eq!(
         parse(&format!("Look.\n{one}\n{one}")),
         ParsedReply {
@@ -38,7 +39,11 @@ fn hermes_calls_content_and_malformed_ones() {
         "<tool_call>{\"name\": \"x\"}</tool_call> and <tool_call>nonsense",
     ] {
         let got = parse(bad);
-        assert_eq!((got.content.as_str(), got.calls.len(), got.malformed), (bad, 0, true), "{bad}");
+        assert_eq!(
+            (got.content.as_str(), got.calls.len(), got.malformed),
+            (bad, 0, true),
+            "{bad}"
+        );
     }
 }
 
@@ -51,10 +56,22 @@ fn the_parser_is_chosen_by_name() {
 
 fn fragments() -> impl Strategy<Value = Vec<String>> {
     let marks = prop::sample::select(vec![
-        "<tool_call>", "</tool_call>", "<tool", "_call>", "<", "{\"name\": \"f\"", ", \"arguments\": {\"a\": \"<tool_call>\"}}",
-        "}", "\n", "é", "{\"name\": \"f\", \"arguments\": {}}",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool",
+        "_call>",
+        "<",
+        "{\"name\": \"f\"",
+        ", \"arguments\": {\"a\": \"<tool_call>\"}}",
+        "}",
+        "\n",
+        "é",
+        "{\"name\": \"f\", \"arguments\": {}}",
     ]);
-    prop::collection::vec(prop_oneof![4 => marks.prop_map(str::to_owned), 1 => ".{0,5}".prop_map(|s| s)], 0..14)
+    prop::collection::vec(
+        prop_oneof![4 => marks.prop_map(str::to_owned), 1 => ".{0,5}".prop_map(|s| s)],
+        0..14,
+    )
 }
 
 proptest! {
