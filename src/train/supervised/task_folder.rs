@@ -159,3 +159,6 @@ fi
         wanted_state(draft).join("\n")
     )
 }
+
+#[cfg(test)]
+mod tests;
