@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+wc -l < river.txt > moon.txt

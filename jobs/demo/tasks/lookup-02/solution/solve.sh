@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat grape.txt
+echo brick > linen.txt
