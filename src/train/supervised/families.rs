@@ -74,7 +74,7 @@ impl Family {
 pub struct Step {
     /// The command line.
     pub command: String,
-    /// Standard output and error, without the last newline.
+    /// Standard output and error, without the last newline; empty for a silent command.
     pub output: String,
 }
 
@@ -111,7 +111,7 @@ pub struct Draft {
     pub read: Option<Step>,
     /// The command that does it.
     pub act: Step,
-    /// Commands that an agent runs instead of `act` when it prints, swaps or overdoes.
+    /// Commands that an agent runs instead of `act` when it prints, touches or overdoes.
     pub slips: [Step; 2],
 }
 
@@ -132,7 +132,11 @@ impl Draft {
 
     /// The commands of the solution, in order.
     pub fn solution(&self) -> Vec<&str> {
-        self.read.iter().chain([&self.act]).map(|s| s.command.as_str()).collect()
+        self.read
+            .iter()
+            .chain([&self.act])
+            .map(|s| s.command.as_str())
+            .collect()
     }
 
     /// What `ls` prints in `/app` before the task.
@@ -175,7 +179,7 @@ fn write<R: Rng>(rng: &mut R) -> Draft {
         act: Step::silent(format!("echo {word} > {file}.txt")),
         slips: [
             Step::new(format!("echo {word}"), word),
-            Step::silent(format!("echo {file} > {word}.txt")),
+            Step::silent(format!("touch {file}.txt")),
         ],
     }
 }
@@ -202,10 +206,7 @@ fn rename<R: Rng>(rng: &mut R) -> Draft {
         act: Step::silent(format!("mv {old}.txt {new}.txt")),
         slips: [
             Step::silent(format!("cp {old}.txt {new}.txt")),
-            Step::new(
-                format!("mv {new}.txt {old}.txt"),
-                format!("mv: cannot stat '{new}.txt': No such file or directory"),
-            ),
+            Step::silent(format!("touch {new}.txt")),
         ],
     }
 }
@@ -220,7 +221,7 @@ fn copy<R: Rng>(rng: &mut R) -> Draft {
         (format!("{folder}/{}.txt", w[7]), note(w[6], w[2])),
     ]);
     let mut after = before.clone();
-    after.insert(format!("{folder}/{file}.txt"), content);
+    after.insert(format!("{folder}/{file}.txt"), content.clone());
     Draft {
         family: Family::Copy,
         instruction: format!("Copy the file {file}.txt into the folder {folder}."),
@@ -231,10 +232,7 @@ fn copy<R: Rng>(rng: &mut R) -> Draft {
         act: Step::silent(format!("cp {file}.txt {folder}")),
         slips: [
             Step::silent(format!("mv {file}.txt {folder}")),
-            Step::new(
-                format!("cp {folder}.txt {file}"),
-                format!("cp: cannot stat '{folder}.txt': No such file or directory"),
-            ),
+            Step::new(format!("cat {file}.txt"), content.trim_end()),
         ],
     }
 }
@@ -288,7 +286,12 @@ fn count<R: Rng>(rng: &mut R) -> Draft {
     let (file, target) = (w[0], w[1]);
     let lines = rng.random_range(2..=9);
     let other_lines = if lines > 5 { lines - 3 } else { lines + 2 };
-    let text = |n: usize| w[2..2 + n].iter().map(|word| format!("{word}\n")).collect::<String>();
+    let text = |n: usize| {
+        w[2..2 + n]
+            .iter()
+            .map(|word| format!("{word}\n"))
+            .collect::<String>()
+    };
     let before = files([
         (format!("{file}.txt"), text(lines)),
         (format!("{}.txt", w[11]), text(other_lines)),
@@ -318,13 +321,12 @@ fn lookup<R: Rng>(rng: &mut R) -> Draft {
     let settings = |values: &[&str]| {
         keys.iter()
             .zip(values)
-            .map(|(key, value)| format!("{key} = {value}\n"))
+            .map(|(key, value)| format!("set {key} {value}\n"))
             .collect::<String>()
     };
     let chosen = rng.random_range(0..3);
     let text = settings(&w[2..5]);
     let (key, value) = (keys[chosen], w[2 + chosen]);
-    let wrong_value = w[2 + (chosen + 1) % 3];
     let before = files([
         (format!("{file}.txt"), text.clone()),
         (format!("{}.txt", w[5]), settings(&w[6..9])),
@@ -340,8 +342,8 @@ fn lookup<R: Rng>(rng: &mut R) -> Draft {
         read: Some(Step::new(format!("cat {file}.txt"), text.trim_end())),
         act: Step::silent(format!("echo {value} > {target}.txt")),
         slips: [
-            Step::new(format!("echo {value}"), value),
-            Step::silent(format!("echo {wrong_value} > {target}.txt")),
+            Step::silent(format!("touch {target}.txt")),
+            Step::silent(format!("cat {file}.txt > {target}.txt")),
         ],
     }
 }
@@ -364,7 +366,7 @@ fn follow<R: Rng>(rng: &mut R) -> Draft {
         act: Step::silent(format!("mkdir {folder}")),
         slips: [
             Step::silent(format!("touch {folder}")),
-            Step::silent(format!("mkdir {file}")),
+            Step::new(format!("echo {folder}"), folder),
         ],
     }
 }

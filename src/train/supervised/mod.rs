@@ -2,4 +2,5 @@
 
 pub mod families;
 pub mod task_folder;
+pub mod transcripts;
 pub mod words;

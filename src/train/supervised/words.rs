@@ -5,12 +5,12 @@ use rand::{seq::SliceRandom, Rng};
 
 /// The pool. No word contains another one, so that a search for a word finds that word alone.
 pub const WORDS: [&str; 64] = [
-    "amber", "apple", "arrow", "basil", "beach", "berry", "birch", "bread", "brick", "brook", "cedar", "chalk",
-    "cloud", "clover", "coral", "daisy", "delta", "eagle", "ember", "fern", "field", "flint", "frost", "grape",
-    "grass", "harbor", "hazel", "honey", "island", "ivory", "jade", "kettle", "lemon", "lilac", "linen", "maple",
-    "marble", "meadow", "melon", "moon", "olive", "onyx", "opal", "orchid", "otter", "pearl", "pebble", "poppy",
-    "quartz", "raven", "river", "robin", "sage", "shell", "silver", "spruce", "sugar", "thistle", "tiger",
-    "tulip", "velvet", "violet", "walnut", "willow",
+    "amber", "apple", "arrow", "basil", "beach", "berry", "birch", "bread", "brick", "brook", "cedar",
+    "chalk", "cloud", "clover", "coral", "daisy", "delta", "eagle", "ember", "fern", "field", "flint",
+    "frost", "grape", "grass", "harbor", "hazel", "honey", "island", "ivory", "jade", "kettle", "lemon",
+    "lilac", "linen", "maple", "marble", "meadow", "melon", "moon", "olive", "onyx", "opal", "orchid",
+    "otter", "pearl", "pebble", "poppy", "quartz", "raven", "river", "robin", "sage", "shell", "silver",
+    "spruce", "sugar", "thistle", "tiger", "tulip", "velvet", "violet", "walnut", "willow",
 ];
 
 /// The keys of settings files.

@@ -27,7 +27,10 @@ fn committed_folders_are_the_drawn_tasks() {
 
 /// Runs every candidate script against every task in one private root and returns
 /// `(task, candidate) -> passed`. The driver resets `/app` before each pair.
-fn matrix(tasks: &[(String, Draft)], candidates: &BTreeMap<String, String>) -> BTreeMap<(String, String), bool> {
+fn matrix(
+    tasks: &[(String, Draft)],
+    candidates: &BTreeMap<String, String>,
+) -> BTreeMap<(String, String), bool> {
     let scratch = tempfile::tempdir().expect("scratch folder");
     for (name, draft) in tasks {
         write_task(&scratch.path().join("tasks"), name, draft).expect("task folder");
@@ -50,7 +53,15 @@ fn matrix(tasks: &[(String, Draft)], candidates: &BTreeMap<String, String>) -> B
     let output = Command::new("bwrap")
         .args(["--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"])
         .args(["--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"])
-        .args(["--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"])
+        .args([
+            "--symlink",
+            "usr/lib64",
+            "/lib64",
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+        ])
         .args(["--tmpfs", "/tmp", "--tmpfs", "/app", "--tmpfs", "/logs"])
         .arg("--ro-bind")
         .arg(scratch.path())
@@ -122,8 +133,7 @@ fn tasks_need_reading_and_solutions_solve_them() {
     }
     for (name, draft) in &tasks {
         for (i, slip) in draft.slips.iter().enumerate() {
-            let script = draft.read.iter().chain([slip]).map(|s| s.command.as_str()).collect::<Vec<_>>();
-            candidates.insert(format!("slip{i}-{name}"), script.join("\n"));
+            candidates.insert(format!("slip{i}-{name}"), commands(draft, slip).join("\n"));
         }
     }
     let long = std::env::var("LEGORL_TEST_LEVEL").is_ok_and(|level| level == "long");
@@ -131,15 +141,25 @@ fn tasks_need_reading_and_solutions_solve_them() {
     if long {
         passed = matrix(&tasks, &candidates);
     } else {
-        let sample: Vec<_> = tasks.iter().filter(|(name, _)| name.ends_with("-01")).cloned().collect();
+        let sample: Vec<_> = tasks
+            .iter()
+            .filter(|(name, _)| name.ends_with("-01"))
+            .cloned()
+            .collect();
         candidates.retain(|name, _| !name.starts_with("slip") || name.ends_with("-01"));
         passed.extend(matrix(&sample, &candidates));
         for task in tasks.iter().filter(|(name, _)| !name.ends_with("-01")) {
-            passed.extend(matrix(std::slice::from_ref(task), &scripts(std::slice::from_ref(task))));
+            passed.extend(matrix(
+                std::slice::from_ref(task),
+                &scripts(std::slice::from_ref(task)),
+            ));
         }
     }
     for (name, _) in &tasks {
-        assert!(passed[&(name.clone(), format!("solution-{name}"))], "{name}: its solution fails");
+        assert!(
+            passed[&(name.clone(), format!("solution-{name}"))],
+            "{name}: its solution fails"
+        );
     }
     let met = if long { tasks.len() } else { Family::ALL.len() };
     for candidate in candidates.keys() {
@@ -154,7 +174,51 @@ fn tasks_need_reading_and_solutions_solve_them() {
             candidates[candidate]
         );
         if candidate.starts_with("slip") {
-            assert!(passes.is_empty(), "the slip `{}` passes {passes:?}", candidates[candidate]);
+            assert!(
+                passes.is_empty(),
+                "the slip `{}` passes {passes:?}",
+                candidates[candidate]
+            );
+        }
+    }
+}
+
+/// The read command of a task, then `last`.
+fn commands<'d>(draft: &'d Draft, last: &'d super::super::families::Step) -> Vec<&'d str> {
+    draft
+        .read
+        .iter()
+        .chain([last])
+        .map(|s| s.command.as_str())
+        .collect()
+}
+
+/// The outputs that transcripts show are those of a real shell.
+#[test]
+fn steps_print_what_they_say() {
+    for (name, draft) in demo_tasks().iter().step_by(2) {
+        let folder = tempfile::tempdir().expect("folder");
+        let listing = super::super::families::Step {
+            command: "ls".into(),
+            output: draft.listing(),
+        };
+        let mut steps: Vec<_> = vec![&listing];
+        steps.extend(draft.read.iter().chain([&draft.act]).chain(&draft.slips));
+        for step in steps {
+            let app = folder.path().join(step.command.replace(['/', ' '], "_"));
+            for (path, content) in &draft.before {
+                let file = app.join(path);
+                fs::create_dir_all(file.parent().expect("parent")).expect("folder");
+                fs::write(file, content).expect("file");
+            }
+            let output = Command::new("bash")
+                .args(["-c", &step.command])
+                .current_dir(&app)
+                .output()
+                .expect("bash");
+            let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+            assert_eq!(text.trim_end(), step.output, "{name}: {}", step.command);
+            assert!(output.status.success(), "{name}: {}", step.command);
         }
     }
 }

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file bread.txt: size = apple place = spruce color = fern
+file bread.txt: set size apple set place spruce set color fern
 file brick.txt: velvet
-file robin.txt: size = onyx place = chalk color = velvet
+file robin.txt: set size onyx set place chalk set color velvet
 END
 )
 found=$(state)

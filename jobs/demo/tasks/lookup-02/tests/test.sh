@@ -25,8 +25,8 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file delta.txt: color = olive place = clover name = grass
-file grape.txt: color = melon place = brick name = river
+file delta.txt: set color olive set place clover set name grass
+file grape.txt: set color melon set place brick set name river
 file linen.txt: brick
 END
 )

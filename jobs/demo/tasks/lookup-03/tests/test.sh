@@ -26,8 +26,8 @@ state() {
 
 wanted=$(sort << 'END'
 file arrow.txt: ember
-file basil.txt: place = honey name = tulip size = ember
-file onyx.txt: place = opal name = maple size = jade
+file basil.txt: set place honey set name tulip set size ember
+file onyx.txt: set place opal set name maple set size jade
 END
 )
 found=$(state)

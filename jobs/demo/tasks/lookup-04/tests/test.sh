@@ -25,8 +25,8 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file grass.txt: size = cedar place = orchid color = olive
-file lilac.txt: size = lemon place = coral color = marble
+file grass.txt: set size cedar set place orchid set color olive
+file lilac.txt: set size lemon set place coral set color marble
 file willow.txt: lemon
 END
 )

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file arrow.txt: color = orchid size = brook name = frost
+file arrow.txt: set color orchid set size brook set name frost
 file chalk.txt: meadow
-file pearl.txt: color = island size = meadow name = daisy
+file pearl.txt: set color island set size meadow set name daisy
 END
 )
 found=$(state)

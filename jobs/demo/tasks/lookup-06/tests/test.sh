@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file clover.txt: place = thistle name = poppy color = daisy
+file clover.txt: set place thistle set name poppy set color daisy
 file robin.txt: thistle
-file walnut.txt: place = tiger name = silver color = sage
+file walnut.txt: set place tiger set name silver set color sage
 END
 )
 found=$(state)
