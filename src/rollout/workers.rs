@@ -336,7 +336,10 @@ async fn attempt_and_conclude(shared: &Arc<Shared>, lease: Lease, cancelled: wat
                 Ok(submitted) => {
                     shared.leases.done(lease.id);
                     if let TrialEnd::Finished(trajectory) = &end {
-                        shared.tell(&WorkerEvent::Finished { trajectory, submitted });
+                        shared.tell(&WorkerEvent::Finished {
+                            trajectory,
+                            submitted,
+                        });
                     }
                 }
                 Err(Undelivered) => shared.give_back(lease),

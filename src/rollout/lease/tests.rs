@@ -132,7 +132,11 @@ fn a_silent_owner_loses_the_trial_and_hears_of_it() {
         }]
     );
     assert_eq!(table.heartbeat(first.id, at(19)), Standing::Lost);
-    assert_eq!(table.acquire("b", at(19)), Grant::Wait, "the pause before a repetition");
+    assert_eq!(
+        table.acquire("b", at(19)),
+        Grant::Wait,
+        "the pause before a repetition"
+    );
     let second = granted(table.acquire("b", at(20)));
     assert_eq!((second.assignment.key, second.assignment.attempt), (key(0), 1));
     assert!(!table.done(first.id));
@@ -163,7 +167,11 @@ fn used_up_attempts_end_in_a_drop_with_its_reason() {
         [TrialEnd::Dropped { key: k, reason: DropReason::LeaseLost, .. }] if *k == key(1)
     ));
     assert!(table.take_drops().is_empty(), "given out once");
-    assert_eq!(table.acquire("a", now), Grant::Wait, "not finished before the drop is durable");
+    assert_eq!(
+        table.acquire("a", now),
+        Grant::Wait,
+        "not finished before the drop is durable"
+    );
     table.return_drop(&key(1));
     assert_eq!(table.take_drops().len(), 1);
     table.drop_submitted(&key(1));
@@ -242,7 +250,10 @@ fn places(table: &LeaseTable) -> BTreeMap<TrialKey, usize> {
     let state = table.lock();
     let mut places = BTreeMap::new();
     let leased = state.leased.values().map(|held| held.assignment.key);
-    for key in leased.chain(state.waiting.keys().copied()).chain(state.dropping.keys().copied()) {
+    for key in leased
+        .chain(state.waiting.keys().copied())
+        .chain(state.dropping.keys().copied())
+    {
         *places.entry(key).or_default() += 1;
     }
     places

@@ -103,7 +103,9 @@ impl TrialFolder {
     }
 
     fn name(&self) -> String {
-        self.dir.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned())
+        self.dir
+            .file_name()
+            .map_or_else(String::new, |n| n.to_string_lossy().into_owned())
     }
 
     /// Writes what is left to write, `result.json` last.
@@ -131,7 +133,10 @@ impl TrialFolder {
             )?;
         }
         if let Some(failure) = failure {
-            self.write("exception.txt", format!("{}: {}\n", failure.reason, failure.detail).as_bytes())?;
+            self.write(
+                "exception.txt",
+                format!("{}: {}\n", failure.reason, failure.detail).as_bytes(),
+            )?;
         }
         self.write_json(
             "result.json",

@@ -90,7 +90,10 @@ mod tests {
 
         let (reason, detail) = judge(&run(Some(7), false), &session(0, false, false)).unwrap_err();
         assert_eq!(reason, DropReason::AgentSetupFailed);
-        assert!(detail.contains("exit code 7") && detail.contains("no route"), "{detail}");
+        assert!(
+            detail.contains("exit code 7") && detail.contains("no route"),
+            "{detail}"
+        );
 
         let lost = CapturedSession {
             engine_failure: Some("replica 1 is gone".to_owned()),

@@ -83,7 +83,9 @@ impl Budget {
             env: task.build_timeout(),
             agent_setup: config.agent_setup_timeout,
             agent: wanted.min(cap),
-            verifier: task.verifier_timeout().mul_f64(config.verifier_timeout_multiplier),
+            verifier: task
+                .verifier_timeout()
+                .mul_f64(config.verifier_timeout_multiplier),
         }
     }
 
@@ -103,7 +105,10 @@ struct Live<'a> {
 impl Live<'_> {
     async fn close_session(&mut self) -> Result<CapturedSession, Failure> {
         let Some(session) = self.session.take() else {
-            return Err(Failure::new(DropReason::EngineFailed, "the session is already closed"));
+            return Err(Failure::new(
+                DropReason::EngineFailed,
+                "the session is already closed",
+            ));
         };
         match timeout(GRACE, self.sessions.close(&session)).await {
             Ok(Ok(capture)) => Ok(capture),
@@ -127,7 +132,11 @@ impl Live<'_> {
             match timeout(GRACE, sandbox.delete()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => tracing::warn!(trial, "sandbox not deleted: {}", chain(&error)),
-                Err(_) => tracing::warn!(trial, "waited {} s for the sandbox to be deleted", GRACE.as_secs()),
+                Err(_) => tracing::warn!(
+                    trial,
+                    "waited {} s for the sandbox to be deleted",
+                    GRACE.as_secs()
+                ),
             }
         }
     }
@@ -136,7 +145,8 @@ impl Live<'_> {
 impl Drop for Live<'_> {
     /// Reached with a session only when the attempt's own future was dropped. A dropped sandbox deletes itself.
     fn drop(&mut self) {
-        let (Some(session), Ok(runtime)) = (self.session.take(), tokio::runtime::Handle::try_current()) else {
+        let (Some(session), Ok(runtime)) = (self.session.take(), tokio::runtime::Handle::try_current())
+        else {
             return;
         };
         let sessions = Arc::clone(self.sessions);
@@ -224,26 +234,38 @@ impl TrialRunner {
         let endpoint = self.open_session(assignment, task, &budget)?;
         live.session = Some(endpoint.session.clone());
         let session = endpoint.session.to_string();
-        let folder = TrialFolder::create(&self.config.trials_dir, assignment.key.purpose, &session).map_err(|e| {
-            Failure::new(
-                DropReason::EnvSetupFailed,
-                format!("cannot make a trial folder in {}: {e}", self.config.trials_dir.display()),
-            )
-        })?;
+        let folder =
+            TrialFolder::create(&self.config.trials_dir, assignment.key.purpose, &session).map_err(|e| {
+                Failure::new(
+                    DropReason::EnvSetupFailed,
+                    format!(
+                        "cannot make a trial folder in {}: {e}",
+                        self.config.trials_dir.display()
+                    ),
+                )
+            })?;
         let folder = folder_slot.insert(folder);
 
         record.env_setup.begin();
         let spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
-        let sandbox = within(budget.env + GRACE, "the sandbox to start", self.backend.start(spec))
-            .await?
-            .map_err(|e| Failure::of(DropReason::EnvSetupFailed, &e))?;
+        let sandbox = within(
+            budget.env + GRACE,
+            "the sandbox to start",
+            self.backend.start(spec),
+        )
+        .await?
+        .map_err(|e| Failure::of(DropReason::EnvSetupFailed, &e))?;
         let sandbox = live.sandbox.insert(sandbox);
         record.env_setup.end();
 
         record.agent_setup.begin();
-        within(budget.agent_setup, "the agent to be installed", self.scaffold.setup(sandbox.as_ref()))
-            .await?
-            .map_err(|e| scaffold_failure(&e))?;
+        within(
+            budget.agent_setup,
+            "the agent to be installed",
+            self.scaffold.setup(sandbox.as_ref()),
+        )
+        .await?
+        .map_err(|e| scaffold_failure(&e))?;
         record.agent_setup.end();
 
         record.agent_execute.begin();
@@ -264,9 +286,10 @@ impl TrialRunner {
         // Before the verifier, whatever happened, so that no policy answers while the sandbox is graded.
         let capture = live.close_session().await?;
         let capture = &*record.capture.insert(capture);
-        let sandbox = live.sandbox.as_deref().ok_or_else(|| {
-            Failure::new(DropReason::EnvSetupFailed, "the sandbox was taken away")
-        })?;
+        let sandbox = live
+            .sandbox
+            .as_deref()
+            .ok_or_else(|| Failure::new(DropReason::EnvSetupFailed, "the sandbox was taken away"))?;
         let run: AgentRun = match ran {
             Ok(Ok(run)) => run,
             // An agent that lost its sandbox or its engine is no crash of its own.
@@ -375,7 +398,10 @@ impl TrialRunner {
             environment: folder.is_dir().then_some(folder),
             workdir: environment.workdir.clone(),
             cpus: self.config.override_cpus.or(environment.cpus),
-            memory_mb: self.config.override_memory_mb.or(mebibytes(environment.memory_mb)),
+            memory_mb: self
+                .config
+                .override_memory_mb
+                .or(mebibytes(environment.memory_mb)),
             storage_mb: mebibytes(environment.storage_mb),
             pids_limit: self.config.pids_limit,
             wall_limit: budget.until_agent_end() + budget.verifier + 4 * GRACE,

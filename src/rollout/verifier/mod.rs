@@ -124,7 +124,12 @@ pub async fn verify(
 
     housekeeping(sandbox, "removing what the agent left for the verifier", CLEAN).await?;
     sandbox.upload(&tests, "/tests").await?;
-    housekeeping(sandbox, "making /tests/test.sh executable", "chmod +x /tests/test.sh").await?;
+    housekeeping(
+        sandbox,
+        "making /tests/test.sh executable",
+        "chmod +x /tests/test.sh",
+    )
+    .await?;
 
     let ran = sandbox
         .exec(ExecSpec {
@@ -208,7 +213,11 @@ async fn exec_short(sandbox: &dyn Sandbox, script: &str) -> Result<ExecResult, S
     sandbox.exec(spec).await
 }
 
-async fn housekeeping(sandbox: &dyn Sandbox, action: &'static str, script: &str) -> Result<(), VerifierError> {
+async fn housekeeping(
+    sandbox: &dyn Sandbox,
+    action: &'static str,
+    script: &str,
+) -> Result<(), VerifierError> {
     let result = exec_short(sandbox, script).await?;
     if result.success() {
         return Ok(());

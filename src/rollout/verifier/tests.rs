@@ -35,7 +35,10 @@ fn json_rewards() {
         r#"{"reward": 1e999}"#,
         r#"{"reward": 1"#,
     ] {
-        assert!(matches!(parse_json(text), Err(RewardError::NotNumeric { .. })), "{text}");
+        assert!(
+            matches!(parse_json(text), Err(RewardError::NotNumeric { .. })),
+            "{text}"
+        );
     }
     assert_eq!(parse_json(""), Err(RewardError::Empty));
 }

@@ -37,7 +37,11 @@ impl Runner {
 
     fn attempts_of(&self, n: u64) -> Vec<u32> {
         let started = self.started.lock().unwrap();
-        started.iter().filter(|a| a.key == key(n)).map(|a| a.attempt).collect()
+        started
+            .iter()
+            .filter(|a| a.key == key(n))
+            .map(|a| a.attempt)
+            .collect()
     }
 }
 
@@ -56,7 +60,11 @@ impl AttemptRunner for Runner {
             running.1 = running.1.max(running.0);
         }
         task::yield_now().await;
-        let script = self.scripts.get(&assignment.key.group.0).copied().unwrap_or(Script::Finish);
+        let script = self
+            .scripts
+            .get(&assignment.key.group.0)
+            .copied()
+            .unwrap_or(Script::Finish);
         let failed = AttemptEnd::Failed(AttemptFailure {
             assignment: *assignment,
             task: task.name.clone(),
@@ -173,12 +181,17 @@ impl Setup {
         let on_event: OnEvent = Arc::new(move |event| {
             let text = match event {
                 WorkerEvent::Started { assignment, task } => format!("started {} {task}", assignment.key),
-                WorkerEvent::Finished { trajectory, submitted } => {
+                WorkerEvent::Finished {
+                    trajectory,
+                    submitted,
+                } => {
                     format!("finished {} {submitted:?}", trajectory.key)
                 }
                 WorkerEvent::Dropped { end, submitted } => format!("dropped {} {submitted:?}", end.key()),
                 WorkerEvent::Retried { next, .. } => format!("retried {} as {}", next.key, next.attempt),
-                WorkerEvent::Cancelled { assignment, reason } => format!("cancelled {} {reason:?}", assignment.key),
+                WorkerEvent::Cancelled { assignment, reason } => {
+                    format!("cancelled {} {reason:?}", assignment.key)
+                }
                 WorkerEvent::SinkFailed { error, .. } => format!("sink failed {}", error.key),
                 WorkerEvent::Panicked { .. } => "panicked".to_owned(),
             };
@@ -248,7 +261,11 @@ async fn all_trials_end_and_no_more_than_asked_for_run_at_once() {
 
 #[tokio::test]
 async fn failures_are_repeated_and_then_dropped() {
-    let scripts = [(0, Script::FailFirst), (1, Script::FailAlways), (2, Script::Panic)];
+    let scripts = [
+        (0, Script::FailFirst),
+        (1, Script::FailAlways),
+        (2, Script::Panic),
+    ];
     let setup = Setup::new(Plan::new(3, 3), &scripts, LONG);
     assert_eq!(setup.run(2).await, WorkersEnd::Finished);
     let ends = setup.ends();
@@ -284,7 +301,13 @@ async fn a_trial_that_is_cut_off_is_cancelled_and_dropped() {
     let ends = setup.ends();
     assert!(matches!(
         &ends[&key(0)],
-        (TrialEnd::Dropped { reason: DropReason::Stale, .. }, Submitted::CutOff)
+        (
+            TrialEnd::Dropped {
+                reason: DropReason::Stale,
+                ..
+            },
+            Submitted::CutOff
+        )
     ));
     assert!(matches!(&ends[&key(1)].0, TrialEnd::Finished(_)));
     assert_eq!(setup.runner.attempts_of(0), [0]);
@@ -337,7 +360,10 @@ async fn a_missing_task_folder_is_a_drop_that_names_it() {
     let index = TaskIndex::open(&setup.tasks.path().join("train.parquet")).unwrap();
     fs::remove_dir_all(setup.tasks.path().join("tasks/one")).unwrap();
     let error = index.load(0).unwrap_err().to_string();
-    assert!(error.contains("train.parquet row 0") && error.contains("tasks/one"), "{error}");
+    assert!(
+        error.contains("train.parquet row 0") && error.contains("tasks/one"),
+        "{error}"
+    );
     assert!(TaskIndex::open(&setup.tasks.path().join("train.parquet"))
         .unwrap_err()
         .to_string()
@@ -361,5 +387,9 @@ async fn trials_of_a_vanished_owner_are_run_by_others() {
         standing = stop => assert_eq!(standing, Standing::Lost),
     }
     assert_eq!(setup.runner.attempts_of(0), [1]);
-    assert_eq!(setup.runner.attempts_of(1), [0], "its owner lives and keeps the lease");
+    assert_eq!(
+        setup.runner.attempts_of(1),
+        [0],
+        "its owner lives and keeps the lease"
+    );
 }
