@@ -15,8 +15,8 @@
 //! *Old log-probabilities.* The ratio of the policy loss is against the policy before the update,
 //! recomputed here (or against the engine's own numbers with `bypass_old_logprobs`). With one mini-batch
 //! and one epoch, no update lies between that recomputation and the loss: both are the same forward
-//! pass of the same weights, so it is made once and the ratio is exactly 1. The result is the same bit
-//! for bit; only the time differs.
+//! pass of the same weights, so it is made once and the ratio is exactly 1 (instead of 1 up to the rounding
+//! of another packing); only the time differs.
 //!
 //! *Sequences that cannot move anything* (advantage exactly 0, no KL term, no entropy bonus) get their
 //! forward pass for the metrics and no backward pass; their gradient is zero.
@@ -169,16 +169,38 @@ impl Trainer {
 
     /// One optimizer update over the sequences of a mini-batch.
     fn update(&mut self, samples: &mut Samples, mini_batch: &[usize], timer: &mut StageTimer) -> Update {
+        let (mut gradients, sums) = self.gradients(samples, mini_batch, timer);
+        let begin = Instant::now();
+        let grad_norm = gradients.global_norm();
+        if grad_norm.is_finite() {
+            gradients.clip(grad_norm, self.config.max_grad_norm);
+            self.optimizer.update(&gradients, self.lr);
+        } else {
+            tracing::warn!(grad_norm, "gradient norm is not finite; this update is skipped");
+            self.skipped_updates += 1;
+        }
+        timer.lap("update_optimizer", begin);
+        Update { sums, grad_norm }
+    }
+
+    /// Gradients of the objective of a mini-batch, and its sums.
+    fn gradients(
+        &self,
+        samples: &mut Samples,
+        mini_batch: &[usize],
+        timer: &mut StageTimer,
+    ) -> (Gradients, ObjectiveSums) {
         let shapes: Vec<_> = mini_batch.iter().map(|&i| samples.sequences[i].shape()).collect();
         let scale = ObjectiveScale::new(self.config.objective.aggregation, &shapes);
         let mut sums = ObjectiveSums::default();
         let mut gradients = Gradients::zeros(&self.policy);
+        let network = Network::new(&self.policy, &self.config);
 
+        // Places within the mini-batch, which is what `scale` is indexed by.
         let is_inert = |place: &usize| {
             self.config
                 .is_inert(samples.sequences[mini_batch[*place]].advantage)
         };
-        // Places within the mini-batch, which is what `scale` is indexed by.
         let (inert, live): (Vec<usize>, Vec<usize>) = (0..mini_batch.len()).partition(is_inert);
         for (places, learns) in [(live, true), (inert, false)] {
             let lengths: Vec<_> = places
@@ -188,7 +210,6 @@ impl Trainer {
             for micro_batch in pack(&lengths, self.config.max_token_len_per_gpu) {
                 let indices: Vec<usize> = micro_batch.iter().map(|&place| mini_batch[place]).collect();
                 let packed = PackedBatch::new(samples, &indices, self.policy.device());
-                let network = Network::new(&self.policy, &self.config);
 
                 let begin = Instant::now();
                 let mut kept = network.forward(&packed, learns);
@@ -210,21 +231,7 @@ impl Trainer {
                 }
             }
         }
-
-        let begin = Instant::now();
-        let grad_norm = gradients.global_norm();
-        if grad_norm.is_finite() {
-            // An update without any gradient would still decay weights and move along old moments.
-            if sums.tokens > 0 {
-                gradients.clip(grad_norm, self.config.max_grad_norm);
-                self.optimizer.update(&gradients, self.lr);
-            }
-        } else {
-            tracing::warn!(grad_norm, "gradient norm is not finite; this update is skipped");
-            self.skipped_updates += 1;
-        }
-        timer.lap("update_optimizer", begin);
-        Update { sums, grad_norm }
+        (gradients, sums)
     }
 }
 

@@ -4,6 +4,7 @@ use rand::{Rng, SeedableRng};
 /// verl's formulas over padded `[batch, time]` arrays with masks, in plain loops: another style and
 /// another data layout than the code under test. Returns loss, pg loss, kl loss, entropy, clip fraction,
 /// lower clip fraction and ppo_kl.
+#[expect(clippy::needless_range_loop, reason = "written as formulas over indices")]
 mod reference {
     pub struct Padded {
         pub logprob: Vec<Vec<f64>>,
