@@ -122,13 +122,15 @@ impl Scheduler {
         let mut budget = self.limits.max_num_batched_tokens.saturating_sub(decoding).max(1);
         let mut in_step: HashSet<PageKey> = HashSet::new();
         let mut plan = Vec::new();
+        let before_admission = self.running.len();
         let mut index = 0;
         loop {
             if index == self.running.len() && !(budget > 0 && self.admit(pool)) {
                 break;
             }
             let sequence = &mut self.running[index];
-            let count = if sequence.decodes() {
+            // One that comes back with a single token missing is not among those counted above.
+            let count = if index < before_admission && sequence.decodes() {
                 1
             } else {
                 let count = prefill(sequence, budget, &mut in_step, pool);

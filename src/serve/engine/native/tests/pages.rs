@@ -33,7 +33,7 @@ fn session(n: usize) -> SessionId {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn pages_are_never_lost_and_never_hold_another_text(ops in prop::collection::vec(op(), 1..60)) {
