@@ -16,6 +16,7 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use layout::rope_table;
 pub use layout::PackedLayout;
 pub use policy::{Block, Policy};
 pub use tensors::{tensor_from_weight, weight_from_tensor};
