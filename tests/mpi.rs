@@ -3,12 +3,21 @@
 #![cfg(feature = "mpi")]
 
 use bytes::Bytes;
+use legorl::base::{
+    self, DType, Engine, EngineEvent, GenerateRequest, PolicyVersion, RequestId, SamplingParams, SessionId,
+    WeightTarget, WeightTensor, WeightUpdate,
+};
 use legorl::comm::{launch_world, CommError, Communicator, LaunchKind, Tag, World};
 use std::{
     process::{Command, Output, Stdio},
     sync::Arc,
     time::Duration,
 };
+
+use legorl::serve::engine::remote::{EngineServer, RemoteConfig, RemoteEngine, ServerEnd};
+
+#[path = "../src/serve/engine/remote/double.rs"]
+mod double;
 
 const ROLE: &str = "LEGORL_TEST_RANK_OF";
 const SOON: Duration = Duration::from_secs(60);
@@ -163,4 +172,60 @@ fn abort_ends_all_ranks() {
     let Some(output) = output else { return };
     assert!(!output.status.success());
     assert!(!text(&output).contains("rank 0 survived"), "{}", text(&output));
+}
+
+/// Rank 0 generates on rank 1's engine, gives it new weights larger than a bucket, and generates again.
+#[test]
+fn an_engine_on_another_rank() {
+    let output = on_mpi("an_engine_on_another_rank", 2, |world| {
+        let comm = world.comm.clone();
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        let config = RemoteConfig {
+            bucket_bytes: 1 << 20,
+            ..RemoteConfig::default()
+        };
+        if comm.rank() == 1 {
+            let engine = Arc::new(double::Double::default());
+            let server = EngineServer::new(comm, 0, engine, runtime.handle().clone(), config).expect("free");
+            assert_eq!(server.run().expect("stopped"), ServerEnd::Stopped);
+        } else {
+            let engine = RemoteEngine::connect(comm, 1, config).expect("the same program");
+            generate(&*engine, 0);
+            let tensor = WeightTensor {
+                name: "w".to_owned(),
+                dtype: DType::F32,
+                shape: vec![1_500_000],
+                data: pattern(3, 6_000_000),
+            };
+            let update = Arc::new(WeightUpdate::new(PolicyVersion(1), vec![tensor]));
+            let ack = runtime
+                .block_on(engine.update_weights(update.clone()))
+                .expect("taken");
+            assert_eq!(ack.checksum, update.checksum);
+            generate(&*engine, 1);
+            engine.stop();
+        }
+        world.shutdown().expect("all leave");
+        println!("rank is done");
+    });
+    succeeded(output, 2);
+}
+
+fn generate(engine: &dyn Engine, version: u32) {
+    let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
+    let request = GenerateRequest {
+        id: RequestId(u64::from(version)),
+        session: SessionId::from("session"),
+        prompt: vec![8, 200].into(),
+        sampling: SamplingParams::default(),
+        stop_token_ids: Vec::new(),
+        max_new_tokens: 50,
+    };
+    engine.submit(request, sender);
+    let mut ids = Vec::new();
+    while let EngineEvent::Tokens(tokens) = events.blocking_recv().expect("it ends") {
+        assert!(tokens.iter().all(|t| t.version == PolicyVersion(version)));
+        ids.extend(tokens.iter().map(|t| t.id));
+    }
+    assert_eq!(ids, (201..=250).collect::<Vec<u32>>());
 }
