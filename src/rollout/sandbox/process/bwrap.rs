@@ -5,7 +5,7 @@ use super::instance::{self, Folder};
 use super::limits::{Group, Limits};
 use super::root::Root;
 use super::running::{Body, ProcessSandbox};
-use super::spawner;
+use super::spawner::Spawner;
 use crate::rollout::sandbox::{SandboxError, SandboxSpec};
 use legorl_agent::protocol::{Reply, Request, HELPER_PATH, PROXY_SOCKET_PATH};
 use std::ffi::OsString;
@@ -115,7 +115,7 @@ impl Launch {
     }
 
     /// Starts it.
-    pub async fn start(self, timeout: Duration) -> Result<ProcessSandbox, SandboxError> {
+    pub async fn start(self, spawner: &Spawner, timeout: Duration) -> Result<ProcessSandbox, SandboxError> {
         let Self {
             command,
             socket,
@@ -131,12 +131,14 @@ impl Launch {
         let control = socket.try_clone().map_err(io("open the control socket of"))?;
         let Limits { setup, group, .. } = limits;
         // The body is made where the child is born, so that a caller that goes away leaves no child.
-        let body = spawner::spawn(command, move |child| {
-            child.map(|child| Body::new(child, control, folder, group))
-        })
-        .await
-        .and_then(|child| child)
-        .map_err(io("start bwrap for"))?;
+        let keep = spawner.clone();
+        let body = spawner
+            .spawn(command, move |child| {
+                child.map(|child| Body::new(child, control, keep, folder, group))
+            })
+            .await
+            .and_then(|child| child)
+            .map_err(io("start bwrap for"))?;
 
         let channel = Arc::new(Channel::new(socket).map_err(io("use the control socket of"))?);
         let sandbox = ProcessSandbox::new(&spec, body, channel.clone());

@@ -12,6 +12,7 @@
 //! owners and of living processes are never touched.
 
 use super::limits;
+use super::spawner::Spawner;
 use crate::rollout::sandbox::{SandboxError, SandboxSpec};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant};
 pub struct Instance {
     path: PathBuf,
     tag: String,
+    spawner: Spawner,
     _lock: File,
 }
 
@@ -53,6 +55,7 @@ impl Instance {
         Ok(Self {
             path,
             tag,
+            spawner: Spawner::new().map_err(|e| SandboxError::io("start a thread for", state_dir, e))?,
             _lock: lock,
         })
     }
@@ -65,6 +68,11 @@ impl Instance {
     /// Name that is unique on this machine.
     pub fn tag(&self) -> &str {
         &self.tag
+    }
+
+    /// Starts the processes of this backend.
+    pub fn spawner(&self) -> &Spawner {
+        &self.spawner
     }
 
     /// Makes the folder of a sandbox.

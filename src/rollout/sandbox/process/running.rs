@@ -4,6 +4,7 @@ use super::bwrap;
 use super::channel::{Channel, Event, Pending};
 use super::instance::{start_time, Folder};
 use super::limits::Group;
+use super::spawner::Spawner;
 use crate::rollout::sandbox::dockerfile::Image;
 use crate::rollout::sandbox::{ExecResult, ExecSpec, LogFile, Sandbox, SandboxError, SandboxSpec};
 use async_trait::async_trait;
@@ -28,6 +29,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Body {
     child: Child,
     control: UnixStream,
+    _spawner: Spawner,
     folder: Option<Folder>,
     group: Option<Group>,
     ended: bool,
@@ -35,7 +37,13 @@ pub struct Body {
 
 impl Body {
     /// Takes charge of a started bwrap.
-    pub fn new(child: Child, control: UnixStream, folder: Folder, group: Option<Group>) -> Self {
+    pub fn new(
+        child: Child,
+        control: UnixStream,
+        spawner: Spawner,
+        folder: Folder,
+        group: Option<Group>,
+    ) -> Self {
         let pid = child.id() as i32;
         let record = format!("{pid} {}", start_time(pid).unwrap_or_default());
         if let Err(e) = folder.write("pid", &record) {
@@ -44,6 +52,7 @@ impl Body {
         Self {
             child,
             control,
+            _spawner: spawner,
             folder: Some(folder),
             group,
             ended: false,
