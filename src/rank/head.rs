@@ -93,6 +93,11 @@ impl<'a> Head<'a> {
         Self { settings, parts, trainer, buffer, checkpoints, report, control, stop, total_steps, last_saved }
     }
 
+    /// The control plane's threads.
+    pub fn control(&self) -> &Control {
+        &self.control
+    }
+
     /// Runs to the last step or to a stop.
     pub fn run(&mut self, roles: &RoleMap) -> anyhow::Result<ExitCode> {
         let first = self.trainer.version().0;
@@ -158,7 +163,7 @@ impl<'a> Head<'a> {
                 self.report.checkpoint(&report);
             }
             timing.insert("step".into(), begin.elapsed().as_secs_f64());
-            self.report.step(metrics, &timing, self.buffer.status(), &self.parts.engine_status(), score);
+            self.report.step(metrics, &timing, self.buffer.status(), &self.parts.engine_status(), score.as_ref());
             if self.stop.is_set() && !last {
                 return Ok(false);
             }

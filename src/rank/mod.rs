@@ -37,9 +37,11 @@ mod launch {
     use crate::{
         comm::{launch_world, Communicator},
         config::{settings::Settings, Loaded},
+        observe::{logging, Attempt, Redactor},
     };
     use anyhow::Context;
-    use std::{process::ExitCode, sync::Arc, time::Duration};
+    use serde::{Deserialize, Serialize};
+    use std::{path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
 
     /// All ranks have started and read their files within this time.
     const START_DEADLINE: Duration = Duration::from_secs(300);
@@ -64,19 +66,35 @@ mod launch {
     }
 
     fn run_rank(loaded: &Loaded, comm: &Arc<dyn Communicator>) -> anyhow::Result<ExitCode> {
-        let settings = settings_of_rank_0(&loaded.settings, comm)?;
+        let run = run_of_rank_0(&loaded.settings, comm)?;
+        let (settings, rank) = (&run.settings, comm.rank());
+        logging::start(&run.attempt, rank, Arc::new(Redactor::of_process()))?;
         let roles = RoleMap::new(settings.run.training_mode, comm.size());
-        if comm.rank() == 0 {
-            wiring::run_head(&settings, comm, &roles)
+        if rank == 0 {
+            wiring::run_head(settings, &run.attempt, comm, &roles)
         } else {
-            engine_rank::run(&settings, comm.clone())
+            engine_rank::run(settings, comm.clone())
         }
     }
 
+    /// What all ranks must agree on.
+    #[derive(Serialize, Deserialize)]
+    struct Run {
+        settings: Settings,
+        /// Folder of this attempt's messages.
+        attempt: PathBuf,
+    }
+
     /// `$(date …)` and the environment may differ between nodes: what rank 0 resolved is the run.
-    fn settings_of_rank_0(own: &Settings, comm: &Arc<dyn Communicator>) -> anyhow::Result<Settings> {
-        let mut bytes = serde_json::to_vec(own)?;
+    fn run_of_rank_0(own: &Settings, comm: &Arc<dyn Communicator>) -> anyhow::Result<Run> {
+        let mut bytes = Vec::new();
+        if comm.rank() == 0 {
+            let logs = &own.paths.logs;
+            let attempt = Attempt::start(logs, &own.run.exp_name).with_context(|| format!("LOG_DIR {}", logs.display()))?;
+            bytes = serde_json::to_vec(&Run { settings: own.clone(), attempt: attempt.folder })?;
+        }
         comm.broadcast("the settings of rank 0", 0, &mut bytes, START_DEADLINE)?;
-        serde_json::from_slice(&bytes).context("the settings of rank 0 are not readable here; do all ranks run the same build?")
+        serde_json::from_slice(&bytes)
+            .context("the settings of rank 0 are not readable here; do all ranks run the same build?")
     }
 }

@@ -7,6 +7,11 @@ use crate::{
         Settings,
     },
     rollout::trial::{PurposeConfig, TrialRunnerConfig},
+    serve::{
+        engine::remote::RemoteConfig,
+        proxy::{router::RouterConfig, ProxyConfig},
+        session_scheduler::SchedulerConfig,
+    },
     train::{
         algorithm::{
             gspo::Gspo, ppo_clip::PpoClip, Aggregation, KlEstimator, KlLoss, LrKind, LrSchedule, Objective, PolicyLoss,
@@ -15,7 +20,8 @@ use crate::{
         trainer::{AdamWConfig, BackwardMode, TrainerConfig},
     },
 };
-use std::time::Duration;
+use anyhow::Context;
+use std::{net::ToSocketAddrs, path::PathBuf, time::Duration};
 
 /// Sampled tokens whose logits exist at the same time: 2,048 rows of a 150k vocabulary are 1.2 GB in f32.
 const HEAD_CHUNK_TOKENS: usize = 2048;
@@ -127,6 +133,57 @@ pub fn trials(settings: &Settings, owner: &str) -> TrialRunnerConfig {
         override_memory_mb: settings.sandbox.override_memory_mb,
         pids_limit: Some(settings.sandbox.pids_limit),
     }
+}
+
+/// Admission and balancing.
+pub fn router(settings: &Settings) -> RouterConfig {
+    let s = &settings.scheduler;
+    RouterConfig {
+        scheduler: SchedulerConfig {
+            enabled: s.enabled,
+            high_watermark: s.high_watermark,
+            hit_threshold: s.hit_threshold,
+            idle_grace: s.idle_grace,
+            ..SchedulerConfig::default()
+        },
+        wait_poll: s.wait_poll,
+        ..RouterConfig::default()
+    }
+}
+
+/// The proxy.
+pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
+    let p = &settings.proxy;
+    let address = (p.host.as_str(), p.port)
+        .to_socket_addrs()
+        .with_context(|| format!("PROXY_HOST={}", p.host))?
+        .next()
+        .with_context(|| format!("PROXY_HOST={} has no address", p.host))?;
+    let model = &settings.model;
+    Ok(ProxyConfig {
+        tcp: Some(address),
+        tool_call_parser: model.tool_call_parser.name().to_owned(),
+        max_body_bytes: p.max_request_body_bytes,
+        ..ProxyConfig::new(proxy_socket(settings)?, model.served_model_name.clone(), model.path.clone())
+    })
+}
+
+/// A path that is short enough for a unix socket (107 bytes) and the same in every attempt of a run.
+fn proxy_socket(settings: &Settings) -> anyhow::Result<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let run = crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes());
+    // SAFETY: geteuid has no preconditions.
+    let user = unsafe { libc::geteuid() };
+    let folder = std::env::temp_dir().join(format!("legorl-{user}-{run:08x}"));
+    std::fs::create_dir_all(&folder)
+        .and_then(|()| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)))
+        .with_context(|| format!("cannot make {} for the proxy's socket; TMPDIR moves it", folder.display()))?;
+    Ok(folder.join("proxy.sock"))
+}
+
+/// Replicas on other ranks.
+pub fn remote() -> RemoteConfig {
+    RemoteConfig::default()
 }
 
 /// Longest time in which a trial ends, all attempts included: what a wait for a batch may take.

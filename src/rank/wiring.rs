@@ -53,7 +53,7 @@ use crate::{
     train::{buffer::Buffer, trainer::Trainer},
 };
 use anyhow::{bail, Context};
-use std::{process::ExitCode, sync::Arc, time::Duration};
+use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
 use tch::Device;
 
 /// Sandboxes of an earlier process of this run are deleted within this time.
@@ -102,7 +102,12 @@ pub fn engine_config(settings: &Settings) -> NativeEngineConfig {
 }
 
 /// Rank 0 from start to end.
-pub fn run_head(settings: &Settings, comm: &Arc<dyn Communicator>, roles: &RoleMap) -> anyhow::Result<ExitCode> {
+pub fn run_head(
+    settings: &Settings,
+    attempt: &Path,
+    comm: &Arc<dyn Communicator>,
+    roles: &RoleMap,
+) -> anyhow::Result<ExitCode> {
     let stop = StopFlag::install().context("cannot install signal handlers")?;
     let _lock = RunLock::acquire(&settings.paths.run)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
@@ -123,7 +128,7 @@ pub fn run_head(settings: &Settings, comm: &Arc<dyn Communicator>, roles: &RoleM
     let checkpoints = Checkpointing::open(settings, &model)?;
     let resume = checkpoints.latest()?;
     let step = resume.as_ref().map_or(0, |r| r.content.state.global_step);
-    let report = Arc::new(Report::open(settings, step, total_steps)?);
+    let report = Arc::new(Report::open(settings, step, total_steps, attempt)?);
     if let Some(resume) = &resume {
         report.resumed(&resume.checkpoint);
     }
@@ -138,7 +143,7 @@ pub fn run_head(settings: &Settings, comm: &Arc<dyn Communicator>, roles: &RoleM
         router.join(ReplicaId(place as u32), engine.clone());
     }
     let proxy = Proxy::start(stages::proxy(settings)?, router)?;
-    report.proxy(&proxy);
+    report.proxy(proxy.tcp());
 
     let owner = format!("{}:{}", host_name(), settings.paths.run.display());
     let backend = make_backend(settings, &owner)?;
@@ -159,8 +164,10 @@ pub fn run_head(settings: &Settings, comm: &Arc<dyn Communicator>, roles: &RoleM
     let mut head =
         Head::new(settings, parts, trainer, buffer, checkpoints, report, control, stop, total_steps);
     let outcome = head.run(roles);
-    proxy.shutdown(PROXY_DRAIN);
-    outcome
+    let drained = head.control().wait("the end of the proxy", PROXY_DRAIN * 2, proxy.shutdown(PROXY_DRAIN));
+    let code = outcome?;
+    drained??;
+    Ok(code)
 }
 
 fn make_trainer(settings: &Settings, total_steps: u32, resume: Option<ResumePoint>) -> anyhow::Result<Trainer> {
