@@ -15,7 +15,7 @@ if [ ! -e "$work/train.parquet" ] || [ ! -e "$work/val.parquet" ]; then
 fi
 if [ ! -e "$work/policy/config.json" ]; then
   echo "demo: making the starting policy (supervised, about three minutes on two cores)"
-  "$rank" init-policy --output "$work/policy" --index "$work/train.parquet" --held-out "$work/val.parquet"
+  "$rank" init-policy --output "$work/policy" --train-files "$work/train.parquet" --val-files "$work/val.parquet"
 fi
 if [ "${FRESH:-0}" = 1 ]; then
   experiment=$("$rank" config show --json "$config" "$@" | python3 -c 'import json,sys; v=json.load(sys.stdin); g=lambda k:(v[k]["value"] if isinstance(v[k],dict) else v[k]); print(g("RUN_DIR"))')

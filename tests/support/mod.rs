@@ -18,9 +18,14 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// Folder of the binaries under test: test programs lie in `deps/` below it.
+pub fn bin_dir() -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().parent().unwrap().to_owned()
+}
+
 /// The binary under test.
 pub fn legorl_rank() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_legorl-rank"));
+    let mut command = Command::new(bin_dir().join("legorl-rank"));
     command.current_dir(root()).env("NO_COLOR", "1");
     command
 }
@@ -84,9 +89,9 @@ pub fn demo_inputs(seed: u64) -> DemoInputs {
             legorl_rank()
                 .args(["init-policy", "--seed", &seed, "--output"])
                 .arg(&inputs.policy)
-                .arg("--index")
+                .arg("--train-files")
                 .arg(&inputs.train)
-                .arg("--held-out")
+                .arg("--val-files")
                 .arg(&inputs.val),
         );
     }
@@ -163,7 +168,7 @@ impl Experiment {
                 mpirun.arg("--allow-run-as-root");
             }
             mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &self.ranks.to_string()]);
-            mpirun.arg(env!("CARGO_BIN_EXE_legorl-rank")).current_dir(root()).env("NO_COLOR", "1");
+            mpirun.arg(bin_dir().join("legorl-rank")).current_dir(root()).env("NO_COLOR", "1");
             mpirun
         } else {
             legorl_rank()
