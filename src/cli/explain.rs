@@ -17,7 +17,10 @@ pub struct ExplainArgs {
 pub fn run(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
     let Some(id) = &args.rule else {
         let width = rules::ALL.iter().map(|rule| rule.id.len()).max().unwrap_or(0);
-        let lines: Vec<String> = rules::ALL.iter().map(|rule| format!("{:width$}  {}\n", rule.id, rule.what)).collect();
+        let lines: Vec<String> = rules::ALL
+            .iter()
+            .map(|rule| format!("{:width$}  {}\n", rule.id, rule.what))
+            .collect();
         super::print(&lines.concat());
         return Ok(ExitCode::SUCCESS);
     };

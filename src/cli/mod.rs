@@ -78,7 +78,15 @@ enum Command {
     Explain(explain::ExplainArgs),
 }
 
-const COMMANDS: [&str; 7] = ["train", "index", "task", "init-policy", "config", "explain", "help"];
+const COMMANDS: [&str; 7] = [
+    "train",
+    "index",
+    "task",
+    "init-policy",
+    "config",
+    "explain",
+    "help",
+];
 
 /// Runs the command of this process and returns its exit code.
 pub fn main(parts: &Parts) -> ExitCode {
@@ -107,7 +115,11 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             let place = place::Place::of_process();
-            let rank = if place.is_head() { String::new() } else { format!("[rank {}] ", place.rank) };
+            let rank = if place.is_head() {
+                String::new()
+            } else {
+                format!("[rank {}] ", place.rank)
+            };
             let _ = writeln!(std::io::stderr(), "{rank}[FATAL] {error:#}");
             ExitCode::FAILURE
         }
@@ -158,7 +170,10 @@ mod tests {
     #[test]
     fn train_is_the_default_command() {
         assert_eq!(complete("run.env"), "train run.env");
-        assert_eq!(complete("--structure-only run.env"), "train --structure-only run.env");
+        assert_eq!(
+            complete("--structure-only run.env"),
+            "train --structure-only run.env"
+        );
         assert_eq!(complete("--strict train run.env"), "train --strict run.env");
         assert_eq!(complete("--set train=1 run.env"), "train --set train=1 run.env");
         assert_eq!(complete("config show run.env"), "config show run.env");

@@ -35,7 +35,10 @@ impl Place {
                 };
             }
         }
-        Self { rank: 0, size: Some(1) }
+        Self {
+            rank: 0,
+            size: Some(1),
+        }
     }
 
     /// True for the rank that prints.
@@ -49,21 +52,48 @@ mod tests {
     use super::Place;
 
     fn place(variables: &[(&str, &str)]) -> Place {
-        Place::from_variables(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+        Place::from_variables(|name| {
+            variables
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map(|(_, v)| (*v).to_owned())
+        })
     }
 
     #[test]
     fn the_launcher_nearest_to_the_process_decides() {
-        assert_eq!(place(&[]), Place { rank: 0, size: Some(1) });
+        assert_eq!(
+            place(&[]),
+            Place {
+                rank: 0,
+                size: Some(1)
+            }
+        );
         let mpirun_in_a_job = [
             ("SLURM_PROCID", "0"),
             ("SLURM_STEP_NUM_TASKS", "1"),
             ("OMPI_COMM_WORLD_RANK", "3"),
             ("OMPI_COMM_WORLD_SIZE", "4"),
         ];
-        assert_eq!(place(&mpirun_in_a_job), Place { rank: 3, size: Some(4) });
-        let srun = [("PMIX_RANK", "1"), ("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2")];
-        assert_eq!(place(&srun), Place { rank: 1, size: Some(2) });
+        assert_eq!(
+            place(&mpirun_in_a_job),
+            Place {
+                rank: 3,
+                size: Some(4)
+            }
+        );
+        let srun = [
+            ("PMIX_RANK", "1"),
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+        ];
+        assert_eq!(
+            place(&srun),
+            Place {
+                rank: 1,
+                size: Some(2)
+            }
+        );
         assert!(!place(&srun).is_head());
     }
 }

@@ -68,20 +68,38 @@ pub fn run_configuration(loaded: &Loaded, facts: Option<&Facts>) -> String {
             t.nnodes, t.ngpus_per_node, t.n_nodes_train, t.n_nodes_rollout, t.sp_size
         ),
     };
-    let val = s.data.val_files.as_ref().map_or("none".to_owned(), |p| p.display().to_string());
+    let val = s
+        .data
+        .val_files
+        .as_ref()
+        .map_or("none".to_owned(), |p| p.display().to_string());
     let every = |freq: Option<u32>| freq.map_or("end".to_owned(), |n| n.to_string());
-    let steps = match (s.schedule.total_training_steps, facts.and_then(|f| f.train_index.as_ref().ok())) {
+    let steps = match (
+        s.schedule.total_training_steps,
+        facts.and_then(|f| f.train_index.as_ref().ok()),
+    ) {
         (Some(n), _) => format!("steps={n}"),
         (None, Some(index)) => {
-            format!("epochs={} (steps={})", s.schedule.total_epochs, s.total_steps(index.rows as u64))
+            format!(
+                "epochs={} (steps={})",
+                s.schedule.total_epochs,
+                s.total_steps(index.rows as u64)
+            )
         }
         (None, None) => format!("epochs={}", s.schedule.total_epochs),
     };
     let a = &s.algorithm;
-    let kl = if a.use_kl_loss { a.kl_loss_coef.to_string() } else { "off".into() };
+    let kl = if a.use_kl_loss {
+        a.kl_loss_coef.to_string()
+    } else {
+        "off".into()
+    };
     let rows: Vec<(&str, String)> = vec![
         ("config", s.run.config_path.display().to_string()),
-        ("experiment", format!("project={}  exp={}", s.run.project_name, s.run.exp_name)),
+        (
+            "experiment",
+            format!("project={}  exp={}", s.run.project_name, s.run.exp_name),
+        ),
         (
             "axes",
             format!(
@@ -92,7 +110,10 @@ pub fn run_configuration(loaded: &Loaded, facts: Option<&Facts>) -> String {
         ("model", format!("{}  [{model_kind}]", s.model.path.display())),
         (
             "",
-            format!("served={}  tool_parser={}", s.model.served_model_name, s.model.tool_call_parser),
+            format!(
+                "served={}  tool_parser={}",
+                s.model.served_model_name, s.model.tool_call_parser
+            ),
         ),
         ("data", format!("train={}", s.data.train_files.display())),
         ("", format!("val  ={val}")),
@@ -137,7 +158,10 @@ pub fn run_configuration(loaded: &Loaded, facts: Option<&Facts>) -> String {
         ),
         (
             "",
-            format!("max_num_seqs={}  kv_cache_tokens={}", s.engine.max_num_seqs, s.engine.kv_cache_tokens),
+            format!(
+                "max_num_seqs={}  kv_cache_tokens={}",
+                s.engine.max_num_seqs, s.engine.kv_cache_tokens
+            ),
         ),
         (
             "schedule",
@@ -145,10 +169,20 @@ pub fn run_configuration(loaded: &Loaded, facts: Option<&Facts>) -> String {
                 "save_freq={}  test_freq={}  val_before_train={}  {steps}",
                 every(s.schedule.save_freq),
                 every(s.schedule.test_freq),
-                if s.schedule.val_before_train { "True" } else { "False" }
+                if s.schedule.val_before_train {
+                    "True"
+                } else {
+                    "False"
+                }
             ),
         ),
-        ("logs", format!("train={}", s.paths.logs.join(format!("{}.log", s.run.exp_name)).display())),
+        (
+            "logs",
+            format!(
+                "train={}",
+                s.paths.logs.join(format!("{}.log", s.run.exp_name)).display()
+            ),
+        ),
         ("", format!("trials={}", s.paths.trials.display())),
         ("", format!("ckpts ={}", s.paths.checkpoints.display())),
     ];
@@ -244,7 +278,11 @@ pub fn resolved(loaded: &Loaded) -> String {
     let launch = if s.world_size() == 1 {
         format!("legorl-rank {}", s.run.config_path.display())
     } else {
-        format!("srun -n {} --mpi=pmix legorl-rank {}", s.world_size(), s.run.config_path.display())
+        format!(
+            "srun -n {} --mpi=pmix legorl-rank {}",
+            s.world_size(),
+            s.run.config_path.display()
+        )
     };
     format!(
         "=== Final Configuration ===\n{}=== Template Modules ===\n{modules}\n=== Launch Command ===\n{launch}\n",
@@ -278,7 +316,10 @@ mod tests {
         assert_eq!(lines[1], "  ✓ OK     fine");
         assert_eq!(lines[2], "  ⊘ SKIP   unknown");
         assert!(lines[3].starts_with("  ⚠ WARN   word word"));
-        assert!(lines[4].starts_with("           word"), "continuation lines are indented");
+        assert!(
+            lines[4].starts_with("           word"),
+            "continuation lines are indented"
+        );
         assert!(lines.contains(&"  ✗ FATAL  broken [rule-id]"));
         assert!(text.contains("1 FATAL, 1 WARN"));
         assert!(lines.iter().all(|line| line.chars().count() <= WRAP + 20));

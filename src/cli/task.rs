@@ -28,5 +28,9 @@ pub fn run(command: &TaskCommand) -> anyhow::Result<ExitCode> {
     }
     let report = check_tasks(&folders);
     super::print(&format!("{report}\n"));
-    Ok(if report.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.is_ok() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }

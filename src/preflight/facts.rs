@@ -104,7 +104,10 @@ impl Facts {
             model: model(&settings.model.path),
             train_index: index(&settings.data.train_files),
             val_index: settings.data.val_files.as_deref().map(index),
-            folders: folders.into_iter().map(|(variable, path)| folder(variable, path)).collect(),
+            folders: folders
+                .into_iter()
+                .map(|(variable, path)| folder(variable, path))
+                .collect(),
             sandbox: (settings.run.backend == Backend::Process).then(process_sandbox),
             proxy_port: (settings.proxy.port != 0).then(|| port(&settings.proxy.host, settings.proxy.port)),
             open_files: open_files(),
@@ -118,7 +121,10 @@ fn model(dir: &Path) -> Result<ModelFacts, String> {
         return Err(format!("{} is not a folder", dir.display()));
     }
     let config = ModelConfig::from_dir(dir).map_err(|error| error.to_string())?;
-    let missing = ["tokenizer.json"].into_iter().filter(|file| !dir.join(file).is_file()).collect();
+    let missing = ["tokenizer.json"]
+        .into_iter()
+        .filter(|file| !dir.join(file).is_file())
+        .collect();
     Ok(ModelFacts {
         model_type: config.model_type.name().to_owned(),
         max_position_embeddings: config.max_position_embeddings as u64,
@@ -133,7 +139,9 @@ fn model(dir: &Path) -> Result<ModelFacts, String> {
 fn weights(dir: &Path, config: &ModelConfig) -> Result<(), String> {
     let checkpoint = Checkpoint::open(dir).map_err(|error| error.to_string())?;
     for tensor in config.tensor_table() {
-        checkpoint.get(&tensor.name, &tensor.shape).map_err(|error| error.to_string())?;
+        checkpoint
+            .get(&tensor.name, &tensor.shape)
+            .map_err(|error| error.to_string())?;
     }
     Ok(())
 }
@@ -141,8 +149,10 @@ fn weights(dir: &Path, config: &ModelConfig) -> Result<(), String> {
 /// Renders one tool call with the folder's own template and sees which parser reads it back.
 fn markup(dir: &Path) -> Result<Option<ToolCallParser>, String> {
     let template = ChatTemplate::from_dir(dir).map_err(|error| error.to_string())?;
-    let tools = [json!({"type": "function", "function": {"name": "probe", "description": "d", "parameters":
-        {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}}})];
+    let tools = [
+        json!({"type": "function", "function": {"name": "probe", "description": "d", "parameters":
+        {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}}}),
+    ];
     let messages = [
         json!({"role": "user", "content": "q"}),
         json!({"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function",
@@ -157,7 +167,11 @@ fn markup(dir: &Path) -> Result<Option<ToolCallParser>, String> {
     let whole = render(&messages, false)?;
     // Some templates put more than the prompt before a finished turn; the markup comes last anyway.
     let turn = whole.strip_prefix(&prompt).unwrap_or_else(|| {
-        let shared = prompt.bytes().zip(whole.bytes()).take_while(|(a, b)| a == b).count();
+        let shared = prompt
+            .bytes()
+            .zip(whole.bytes())
+            .take_while(|(a, b)| a == b)
+            .count();
         whole.get(shared..).unwrap_or(&whole)
     });
     if turn.contains("<function=") && turn.contains("<parameter=") {
@@ -165,7 +179,9 @@ fn markup(dir: &Path) -> Result<Option<ToolCallParser>, String> {
     }
     let hermes = format_by_name(ToolCallParser::Hermes.name()).map_err(|error| error.to_string())?;
     // The turn's own end mark follows the last call.
-    let end = turn.rfind("</tool_call>").map_or(turn.len(), |at| at + "</tool_call>".len());
+    let end = turn
+        .rfind("</tool_call>")
+        .map_or(turn.len(), |at| at + "</tool_call>".len());
     let calls = hermes.parse(&turn[..end], Some(&tools)).calls;
     Ok((calls.len() == 1 && calls[0].name == "probe").then_some(ToolCallParser::Hermes))
 }
@@ -177,7 +193,11 @@ fn index(file: &Path) -> Result<IndexFacts, String> {
     let problems = (0..sampled)
         .filter_map(|i| {
             // Spread over the whole index: first and last row are always among them.
-            let row = if sampled < 2 { 0 } else { i * (rows - 1) / (sampled - 1) };
+            let row = if sampled < 2 {
+                0
+            } else {
+                i * (rows - 1) / (sampled - 1)
+            };
             index.load(row as u32).err().map(|error| error.to_string())
         })
         .collect();
@@ -193,7 +213,8 @@ fn folder(variable: &'static str, path: &Path) -> FolderFacts {
     let writable = if !existing.is_dir() {
         Err(format!("{} is not a folder", existing.display()))
     } else {
-        access_write(existing).map_err(|error| format!("{} cannot be written to: {error}", existing.display()))
+        access_write(existing)
+            .map_err(|error| format!("{} cannot be written to: {error}", existing.display()))
     };
     FolderFacts {
         variable,
@@ -248,7 +269,9 @@ fn open_files() -> (u64, u64) {
 
 fn port(host: &str, port: u16) -> Result<(), String> {
     // Bound for a moment and given back: nothing else tells whether the proxy can have it.
-    TcpListener::bind((host, port)).map(|_| ()).map_err(|error| format!("{host}:{port}: {error}"))
+    TcpListener::bind((host, port))
+        .map(|_| ())
+        .map_err(|error| format!("{host}:{port}: {error}"))
 }
 
 /// Starts the smallest sandbox with the namespaces of the process backend.
@@ -272,7 +295,10 @@ fn process_sandbox() -> Result<String, String> {
                 // It is ours and it hangs; a second failure changes nothing.
                 let _ = child.kill();
                 let _ = child.wait();
-                return Err(format!("a trial sandbox did not end within {} s", SANDBOX_DEADLINE.as_secs()));
+                return Err(format!(
+                    "a trial sandbox did not end within {} s",
+                    SANDBOX_DEADLINE.as_secs()
+                ));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -283,8 +309,17 @@ fn process_sandbox() -> Result<String, String> {
             Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
         }
     };
-    run(&["--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "/bin/true"])
-        .map_err(|problem| explain_bwrap(&problem))?;
+    run(&[
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "/bin/true",
+    ])
+    .map_err(|problem| explain_bwrap(&problem))?;
     run(&["--version"])
 }
 

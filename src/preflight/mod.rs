@@ -93,15 +93,21 @@ pub fn check(settings: &Settings, facts: Option<&Facts>) -> Report {
     let findings = rules::ALL
         .iter()
         .flat_map(|rule| {
-            (rule.check)(settings, facts).into_iter().map(|(verdict, text)| Finding {
-                rule: rule.id,
-                verdict,
-                text,
-            })
+            (rule.check)(settings, facts)
+                .into_iter()
+                .map(|(verdict, text)| Finding {
+                    rule: rule.id,
+                    verdict,
+                    text,
+                })
         })
         .collect();
     Report {
-        scope: if facts.is_some() { Scope::Full } else { Scope::Structure },
+        scope: if facts.is_some() {
+            Scope::Full
+        } else {
+            Scope::Structure
+        },
         findings,
     }
 }

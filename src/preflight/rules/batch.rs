@@ -20,7 +20,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     if !b.train_bsz.is_multiple_of(b.train_mini_bsz) {
         found.push((
             Verdict::Fatal,
-            format!("TRAIN_BSZ={} is not a multiple of TRAIN_MINI_BSZ={}", b.train_bsz, b.train_mini_bsz),
+            format!(
+                "TRAIN_BSZ={} is not a multiple of TRAIN_MINI_BSZ={}",
+                b.train_bsz, b.train_mini_bsz
+            ),
         ));
     }
     if let Some(Ok(index)) = facts.map(|f| &f.train_index) {
@@ -57,7 +60,10 @@ mod tests {
     fn remainders_and_empty_epochs_are_fatal() {
         assert_eq!(check(&settings(&["TRAIN_MINI_BSZ=3"]), None)[0].0, Verdict::Fatal);
         assert_eq!(check(&settings(&["TRAIN_MINI_BSZ=4"]), None)[0].0, Verdict::Ok);
-        assert_eq!(check(&settings(&["TRAIN_MINI_BSZ=16"]), None)[0].0, Verdict::Fatal);
+        assert_eq!(
+            check(&settings(&["TRAIN_MINI_BSZ=16"]), None)[0].0,
+            Verdict::Fatal
+        );
         let large = settings(&["TRAIN_BSZ=101"]);
         assert_eq!(check(&large, Some(&facts()))[0].0, Verdict::Fatal);
         let by_steps = settings(&["TRAIN_BSZ=101", "TOTAL_TRAINING_STEPS=2"]);

@@ -21,15 +21,23 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
         PolicyLossMode::Vanilla if low.max(high) < 0.01 => {
             Some("clips nearly every token: these bounds are for sequence ratios")
         }
-        PolicyLossMode::Gspo if low.min(high) > 0.05 => Some("never clips: these bounds are for token ratios"),
+        PolicyLossMode::Gspo if low.min(high) > 0.05 => {
+            Some("never clips: these bounds are for token ratios")
+        }
         _ => None,
     };
     vec![match verdict {
         Some(problem) => (
             Verdict::Warn,
-            format!("CLIP_LOW={low} CLIP_HIGH={high} with POLICY_LOSS_MODE={} {problem}", a.policy_loss_mode),
+            format!(
+                "CLIP_LOW={low} CLIP_HIGH={high} with POLICY_LOSS_MODE={} {problem}",
+                a.policy_loss_mode
+            ),
         ),
-        None => (Verdict::Ok, format!("clip {low}/{high} suits {}", a.policy_loss_mode)),
+        None => (
+            Verdict::Ok,
+            format!("clip {low}/{high} suits {}", a.policy_loss_mode),
+        ),
     }]
 }
 
@@ -44,6 +52,9 @@ mod tests {
         assert_eq!(verdict(&[]), Verdict::Ok);
         assert_eq!(verdict(&["POLICY_LOSS_MODE=vanilla"]), Verdict::Warn);
         assert_eq!(verdict(&["CLIP_LOW=0.2", "CLIP_HIGH=0.28"]), Verdict::Warn);
-        assert_eq!(verdict(&["POLICY_LOSS_MODE=vanilla", "CLIP_LOW=0.2", "CLIP_HIGH=0.28"]), Verdict::Ok);
+        assert_eq!(
+            verdict(&["POLICY_LOSS_MODE=vanilla", "CLIP_LOW=0.2", "CLIP_HIGH=0.28"]),
+            Verdict::Ok
+        );
     }
 }

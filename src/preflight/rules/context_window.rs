@@ -30,7 +30,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     if u64::from(s.data.max_prompt_tokens) >= engine {
         found.push((
             Verdict::Fatal,
-            format!("MAX_PROMPT={} leaves no room in ROLLOUT_MAX_MODEL_LEN={engine}", s.data.max_prompt_tokens),
+            format!(
+                "MAX_PROMPT={} leaves no room in ROLLOUT_MAX_MODEL_LEN={engine}",
+                s.data.max_prompt_tokens
+            ),
         ));
     } else if window > engine {
         found.push((
@@ -54,9 +57,15 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             Some(Ok(model)) => format!(", model {}", model.max_position_embeddings),
             _ => String::new(),
         };
-        found.push((Verdict::Ok, format!("window={window} fits: engine {engine}{model}")));
+        found.push((
+            Verdict::Ok,
+            format!("window={window} fits: engine {engine}{model}"),
+        ));
         if facts.is_none() {
-            found.push((Verdict::Skip, "window against the model's positions: needs config.json".into()));
+            found.push((
+                Verdict::Skip,
+                "window against the model's positions: needs config.json".into(),
+            ));
         }
     }
     found
@@ -71,7 +80,11 @@ mod tests {
     fn engine_cache_and_model_bound_the_window() {
         let full = |set: &[&str]| check(&settings(set), Some(&facts()))[0].0;
         assert_eq!(full(&[]), Verdict::Ok);
-        assert_eq!(full(&["MAX_RESP=1000"]), Verdict::Fatal, "the model of the test has 1024 positions");
+        assert_eq!(
+            full(&["MAX_RESP=1000"]),
+            Verdict::Fatal,
+            "the model of the test has 1024 positions"
+        );
         assert_eq!(full(&["ROLLOUT_MAX_MODEL_LEN=512"]), Verdict::Warn);
         assert_eq!(full(&["ROLLOUT_MAX_MODEL_LEN=256"]), Verdict::Fatal);
         assert_eq!(full(&["ENGINE_KV_CACHE_TOKENS=700"]), Verdict::Fatal);

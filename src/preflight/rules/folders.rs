@@ -9,7 +9,8 @@ pub(super) const RULE: Rule = Rule {
     id: "folders",
     what: "The run's folders can be written to, and the file system holds its checkpoints.",
     why: "A full disk in the middle of a run costs every step since the last checkpoint.",
-    evidence: "A checkpoint holds 16 bytes a parameter: f32 weights, two f32 moments, an export of up to 4 bytes.",
+    evidence:
+        "A checkpoint holds 16 bytes a parameter: f32 weights, two f32 moments, an export of up to 4 bytes.",
     fix: "Free space, set MAX_CKPT_TO_KEEP, or choose other folders.",
     check,
 };
@@ -22,9 +23,15 @@ const OTHER_BYTES: u64 = 256 << 20;
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some(facts) = facts else {
-        return vec![(Verdict::Skip, "RUN_DIR, CKPTS_DIR, LOG_DIR, HARBOR_TRIALS_DIR: structure-only run".into())];
+        return vec![(
+            Verdict::Skip,
+            "RUN_DIR, CKPTS_DIR, LOG_DIR, HARBOR_TRIALS_DIR: structure-only run".into(),
+        )];
     };
-    let checkpoint = facts.model.as_ref().map_or(0, |m| m.num_parameters * BYTES_PER_PARAMETER);
+    let checkpoint = facts
+        .model
+        .as_ref()
+        .map_or(0, |m| m.num_parameters * BYTES_PER_PARAMETER);
     // One more than is kept: nothing is deleted before the next one is complete.
     let copies = s.paths.max_ckpt_to_keep.map_or(2, |keep| keep as u64 + 1);
     let mut found = Vec::new();
@@ -43,16 +50,31 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             _ => (1 << 20, OTHER_BYTES),
         };
         if free < least {
-            found.push((Verdict::Fatal, format!("{at}: {} free, {} needed", size(free), size(least))));
+            found.push((
+                Verdict::Fatal,
+                format!("{at}: {} free, {} needed", size(free), size(least)),
+            ));
         } else if free < wanted {
-            found.push((Verdict::Warn, format!("{at}: {} free, {} advised", size(free), size(wanted))));
+            found.push((
+                Verdict::Warn,
+                format!("{at}: {} free, {} advised", size(free), size(wanted)),
+            ));
         }
     }
     if found.is_empty() {
-        let free = facts.folders.iter().filter_map(|f| f.free_bytes).min().unwrap_or(0);
+        let free = facts
+            .folders
+            .iter()
+            .filter_map(|f| f.free_bytes)
+            .min()
+            .unwrap_or(0);
         found.push((
             Verdict::Ok,
-            format!("folders writable, at least {} free; a checkpoint takes {}", size(free), size(checkpoint)),
+            format!(
+                "folders writable, at least {} free; a checkpoint takes {}",
+                size(free),
+                size(checkpoint)
+            ),
         ));
     }
     found

@@ -18,7 +18,10 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     if s.algorithm.adv_estimator == AdvEstimator::Grpo && s.batch.n_resp < 2 {
         return vec![(
             Verdict::Fatal,
-            format!("N_RESP={} with ADV_ESTIMATOR=grpo: every advantage would be 0", s.batch.n_resp),
+            format!(
+                "N_RESP={} with ADV_ESTIMATOR=grpo: every advantage would be 0",
+                s.batch.n_resp
+            ),
         )];
     }
     Vec::new()

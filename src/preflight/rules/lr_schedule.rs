@@ -16,7 +16,9 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let o = &s.optim;
-    let rows = facts.and_then(|f| f.train_index.as_ref().ok()).map(|index| index.rows as u64);
+    let rows = facts
+        .and_then(|f| f.train_index.as_ref().ok())
+        .map(|index| index.rows as u64);
     let total = match (s.schedule.total_training_steps, rows) {
         (Some(steps), _) => Some(u64::from(steps)),
         (None, Some(rows)) => Some(s.total_steps(rows)),
@@ -26,14 +28,25 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     if total.is_some_and(|total| u64::from(o.warmup_steps) >= total) {
         found.push((
             Verdict::Fatal,
-            format!("LR_WARMUP_STEPS={} of {} steps: ACTOR_LR is never reached", o.warmup_steps, total.unwrap_or(0)),
+            format!(
+                "LR_WARMUP_STEPS={} of {} steps: ACTOR_LR is never reached",
+                o.warmup_steps,
+                total.unwrap_or(0)
+            ),
         ));
     }
     if o.scheduler != LrScheduler::Constant && total.is_none() {
-        let verdict = if facts.is_none() { Verdict::Skip } else { Verdict::Warn };
+        let verdict = if facts.is_none() {
+            Verdict::Skip
+        } else {
+            Verdict::Warn
+        };
         found.push((
             verdict,
-            format!("LR_SCHEDULER={} needs a total: TOTAL_TRAINING_STEPS is unset and the index is unread", o.scheduler),
+            format!(
+                "LR_SCHEDULER={} needs a total: TOTAL_TRAINING_STEPS is unset and the index is unread",
+                o.scheduler
+            ),
         ));
     }
     if o.lr == 0.0 {
@@ -53,13 +66,23 @@ mod tests {
 
     #[test]
     fn decay_needs_a_total_and_warm_up_an_end() {
-        assert_eq!(check(&settings(&["LR_SCHEDULER=cosine"]), None)[0].0, Verdict::Skip);
-        assert_eq!(check(&settings(&["LR_SCHEDULER=cosine"]), Some(&facts()))[0].0, Verdict::Ok, "rows are known");
+        assert_eq!(
+            check(&settings(&["LR_SCHEDULER=cosine"]), None)[0].0,
+            Verdict::Skip
+        );
+        assert_eq!(
+            check(&settings(&["LR_SCHEDULER=cosine"]), Some(&facts()))[0].0,
+            Verdict::Ok,
+            "rows are known"
+        );
         let unread = Facts {
             train_index: Err("gone".into()),
             ..facts()
         };
-        assert_eq!(check(&settings(&["LR_SCHEDULER=linear"]), Some(&unread))[0].0, Verdict::Warn);
+        assert_eq!(
+            check(&settings(&["LR_SCHEDULER=linear"]), Some(&unread))[0].0,
+            Verdict::Warn
+        );
         let late = settings(&["LR_WARMUP_STEPS=10", "TOTAL_TRAINING_STEPS=10"]);
         assert_eq!(check(&late, None)[0].0, Verdict::Fatal);
     }

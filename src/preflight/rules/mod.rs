@@ -11,8 +11,8 @@ mod not_in_this_version;
 mod open_files;
 mod placeholder;
 mod proxy_port;
-mod sandbox;
 mod sampling;
+mod sandbox;
 mod staleness;
 mod task_index;
 mod tool_parser;
@@ -58,7 +58,11 @@ mod tests {
         let mut ids = BTreeSet::new();
         for rule in ALL {
             assert!(ids.insert(rule.id), "{} stands twice", rule.id);
-            assert!(rule.id.chars().all(|c| c.is_ascii_lowercase() || c == '-'), "{}", rule.id);
+            assert!(
+                rule.id.chars().all(|c| c.is_ascii_lowercase() || c == '-'),
+                "{}",
+                rule.id
+            );
             for text in [rule.what, rule.why, rule.evidence, rule.fix] {
                 assert!(text.ends_with('.'), "{}: `{text}` must be a sentence", rule.id);
             }

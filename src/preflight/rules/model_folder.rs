@@ -33,7 +33,11 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     if found.is_empty() {
         found.push((
             Verdict::Ok,
-            format!("model: {} with {:.1} M parameters", model.model_type, model.num_parameters as f64 / 1e6),
+            format!(
+                "model: {} with {:.1} M parameters",
+                model.model_type,
+                model.num_parameters as f64 / 1e6
+            ),
         ));
     }
     found

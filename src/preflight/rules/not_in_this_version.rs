@@ -20,28 +20,65 @@ pub(super) const RULE: Rule = Rule {
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let run = &s.run;
     let rows: [(&str, &str, &str, bool); 6] = [
-        ("BACKEND", run.backend.name(), "process", run.backend == Backend::Process),
-        ("MODEL_ENGINE", run.model_engine.name(), "fsdp", run.model_engine == ModelEngine::Fsdp),
-        ("SCAFFOLD", run.scaffold.name(), "mini", run.scaffold == Scaffold::Mini),
-        ("ADV_ESTIMATOR", s.algorithm.adv_estimator.name(), "grpo", s.algorithm.adv_estimator == AdvEstimator::Grpo),
+        (
+            "BACKEND",
+            run.backend.name(),
+            "process",
+            run.backend == Backend::Process,
+        ),
+        (
+            "MODEL_ENGINE",
+            run.model_engine.name(),
+            "fsdp",
+            run.model_engine == ModelEngine::Fsdp,
+        ),
+        (
+            "SCAFFOLD",
+            run.scaffold.name(),
+            "mini",
+            run.scaffold == Scaffold::Mini,
+        ),
+        (
+            "ADV_ESTIMATOR",
+            s.algorithm.adv_estimator.name(),
+            "grpo",
+            s.algorithm.adv_estimator == AdvEstimator::Grpo,
+        ),
         (
             "TOOL_CALL_PARSER",
             s.model.tool_call_parser.name(),
             "hermes",
             s.model.tool_call_parser == ToolCallParser::Hermes,
         ),
-        ("SP_SIZE", if s.topology.sp_size == 1 { "1" } else { "above 1" }, "1", s.topology.sp_size == 1),
+        (
+            "SP_SIZE",
+            if s.topology.sp_size == 1 { "1" } else { "above 1" },
+            "1",
+            s.topology.sp_size == 1,
+        ),
     ];
-    let verdict = if facts.is_some() { Verdict::Fatal } else { Verdict::Warn };
+    let verdict = if facts.is_some() {
+        Verdict::Fatal
+    } else {
+        Verdict::Warn
+    };
     let missing: Vec<Outcome> = rows
         .iter()
         .filter(|(.., available)| !available)
-        .map(|(name, value, known, _)| (verdict, format!("{name}={value} is not in this version; use {known}")))
+        .map(|(name, value, known, _)| {
+            (
+                verdict,
+                format!("{name}={value} is not in this version; use {known}"),
+            )
+        })
         .collect();
     if missing.is_empty() {
         vec![(
             Verdict::Ok,
-            format!("backend={} engine={} scaffold={} are in this version", run.backend, run.model_engine, run.scaffold),
+            format!(
+                "backend={} engine={} scaffold={} are in this version",
+                run.backend, run.model_engine, run.scaffold
+            ),
         )]
     } else {
         missing

@@ -28,12 +28,18 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     } else if hard >= needed {
         (
             Verdict::Warn,
-            format!("open files: limit {soft}, N_CONCURRENT={} needs {needed}; run `ulimit -n {needed}`", s.rollout.n_concurrent),
+            format!(
+                "open files: limit {soft}, N_CONCURRENT={} needs {needed}; run `ulimit -n {needed}`",
+                s.rollout.n_concurrent
+            ),
         )
     } else {
         (
             Verdict::Fatal,
-            format!("open files: hard limit {hard}, N_CONCURRENT={} needs {needed}", s.rollout.n_concurrent),
+            format!(
+                "open files: hard limit {hard}, N_CONCURRENT={} needs {needed}",
+                s.rollout.n_concurrent
+            ),
         )
     }]
 }

@@ -16,14 +16,21 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let val = s.data.val_files.as_ref();
-    let paths = [("MODEL_PATH", Some(&s.model.path)), ("TRAIN_FILES", Some(&s.data.train_files)), ("VAL_FILES", val)];
+    let paths = [
+        ("MODEL_PATH", Some(&s.model.path)),
+        ("TRAIN_FILES", Some(&s.data.train_files)),
+        ("VAL_FILES", val),
+    ];
     let is_left = |text: &str| text.contains("CHANGEME");
     let mut names: Vec<&str> = paths
         .into_iter()
         .filter(|(_, path)| path.is_some_and(|p| is_left(&p.to_string_lossy())))
         .map(|(name, _)| name)
         .collect();
-    for (name, text) in [("PROJECT_NAME", &s.run.project_name), ("EXP_NAME", &s.run.exp_name)] {
+    for (name, text) in [
+        ("PROJECT_NAME", &s.run.project_name),
+        ("EXP_NAME", &s.run.exp_name),
+    ] {
         if is_left(text) {
             names.push(name);
         }
@@ -32,8 +39,15 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         return Vec::new();
     }
     // Before the inputs exist the structure can be checked all the same.
-    let verdict = if facts.is_some() { Verdict::Fatal } else { Verdict::Warn };
-    vec![(verdict, format!("{} still CHANGEME; set a real value", names.join(", ")))]
+    let verdict = if facts.is_some() {
+        Verdict::Fatal
+    } else {
+        Verdict::Warn
+    };
+    vec![(
+        verdict,
+        format!("{} still CHANGEME; set a real value", names.join(", ")),
+    )]
 }
 
 #[cfg(test)]

@@ -18,7 +18,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let port = s.proxy.port;
     match facts.map(|f| &f.proxy_port) {
         Some(Some(Ok(()))) => vec![(Verdict::Ok, format!("PROXY_PORT={port} is free"))],
-        Some(Some(Err(problem))) => vec![(Verdict::Fatal, format!("PROXY_PORT={port} cannot be used: {problem}"))],
+        Some(Some(Err(problem))) => vec![(
+            Verdict::Fatal,
+            format!("PROXY_PORT={port} cannot be used: {problem}"),
+        )],
         None if port != 0 => vec![(Verdict::Skip, format!("PROXY_PORT={port}: needs this machine"))],
         _ => Vec::new(),
     }
@@ -35,7 +38,10 @@ mod tests {
             proxy_port: Some(Err("127.0.0.1:8000: Address already in use".into())),
             ..facts()
         };
-        assert_eq!(check(&settings(&["PROXY_PORT=8000"]), Some(&used))[0].0, Verdict::Fatal);
+        assert_eq!(
+            check(&settings(&["PROXY_PORT=8000"]), Some(&used))[0].0,
+            Verdict::Fatal
+        );
         assert!(check(&settings(&[]), Some(&facts())).is_empty());
     }
 }

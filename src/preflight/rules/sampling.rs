@@ -22,7 +22,11 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
             format!(
                 "TOP_P={} TOP_K={} cut the distribution that is trained on",
                 sampling.top_p,
-                if sampling.top_k == 0 { -1 } else { i64::from(sampling.top_k) }
+                if sampling.top_k == 0 {
+                    -1
+                } else {
+                    i64::from(sampling.top_k)
+                }
             ),
         )];
     }

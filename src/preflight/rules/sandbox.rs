@@ -16,7 +16,10 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some(facts) = facts else {
-        return vec![(Verdict::Skip, format!("BACKEND={}: needs this machine", s.run.backend))];
+        return vec![(
+            Verdict::Skip,
+            format!("BACKEND={}: needs this machine", s.run.backend),
+        )];
     };
     match &facts.sandbox {
         Some(Ok(version)) => vec![(Verdict::Ok, format!("sandboxes start ({version})"))],

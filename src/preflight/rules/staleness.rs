@@ -19,11 +19,15 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     vec![match s.run.training_mode {
         TrainingMode::Sync if bound > 0.0 => (
             Verdict::Fatal,
-            format!("STALENESS={bound} under TRAINING_MODE=sync, where every token is fresh; set 0 or use async"),
+            format!(
+                "STALENESS={bound} under TRAINING_MODE=sync, where every token is fresh; set 0 or use async"
+            ),
         ),
         TrainingMode::Async if bound < 1.0 => (
             Verdict::Warn,
-            format!("STALENESS={bound} under TRAINING_MODE=async: the pools take turns instead of overlapping"),
+            format!(
+                "STALENESS={bound} under TRAINING_MODE=async: the pools take turns instead of overlapping"
+            ),
         ),
         mode => (Verdict::Ok, format!("staleness bound {bound} under {mode}")),
     }]

@@ -30,7 +30,10 @@ fn one(variable: &str, index: &Result<IndexFacts, String>) -> Vec<Outcome> {
         Err(problem) => vec![(Verdict::Fatal, format!("{variable}: {problem}"))],
         Ok(index) if index.problems.is_empty() => vec![(
             Verdict::Ok,
-            format!("{variable}: {} tasks, {} of them loaded", index.rows, index.sampled),
+            format!(
+                "{variable}: {} tasks, {} of them loaded",
+                index.rows, index.sampled
+            ),
         )],
         Ok(index) => index
             .problems
@@ -50,9 +53,13 @@ mod tests {
         let s = settings(&[]);
         assert!(check(&s, Some(&facts())).iter().all(|(v, _)| *v == Verdict::Ok));
         let mut broken = facts();
-        broken.val_index = Some(Err("val.parquet row 3: the task folder /t/x does not exist".into()));
+        broken.val_index = Some(Err(
+            "val.parquet row 3: the task folder /t/x does not exist".into()
+        ));
         if let Ok(index) = &mut broken.train_index {
-            index.problems.push("train.parquet row 0: no tests/test.sh".into());
+            index
+                .problems
+                .push("train.parquet row 0: no tests/test.sh".into());
         }
         let found = check(&s, Some(&broken));
         assert_eq!(found.iter().filter(|(v, _)| *v == Verdict::Fatal).count(), 2);

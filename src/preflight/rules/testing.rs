@@ -23,7 +23,9 @@ pub(crate) fn settings(set: &[&str]) -> Settings {
         cwd: folder.path().to_path_buf(),
         now: std::time::SystemTime::UNIX_EPOCH,
     };
-    config::load(&request).expect("the test's configuration is valid").settings
+    config::load(&request)
+        .expect("the test's configuration is valid")
+        .settings
 }
 
 /// Facts under which every rule is content.

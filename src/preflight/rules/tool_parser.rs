@@ -24,12 +24,16 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     };
     // A folder that cannot be read is the finding of another rule.
     let Ok(model) = &facts.model else {
-        return vec![(Verdict::Skip, format!("tool_parser={parser}: the checkpoint cannot be read"))];
+        return vec![(
+            Verdict::Skip,
+            format!("tool_parser={parser}: the checkpoint cannot be read"),
+        )];
     };
     vec![match &model.markup {
-        Ok(Some(markup)) if *markup == parser => {
-            (Verdict::Ok, format!("tool_parser={parser} matches the chat template"))
-        }
+        Ok(Some(markup)) if *markup == parser => (
+            Verdict::Ok,
+            format!("tool_parser={parser} matches the chat template"),
+        ),
         Ok(Some(markup)) => (
             Verdict::Fatal,
             format!("TOOL_CALL_PARSER={parser}, and the chat template writes the markup of {markup}"),
@@ -38,7 +42,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             Verdict::Warn,
             format!("the chat template's tool-call markup is not known; check that {parser} reads it"),
         ),
-        Err(problem) => (Verdict::Fatal, format!("the chat template cannot render a tool call: {problem}")),
+        Err(problem) => (
+            Verdict::Fatal,
+            format!("the chat template cannot render a tool call: {problem}"),
+        ),
     }]
 }
 

@@ -76,8 +76,15 @@ mod tests {
     fn sums_pools_and_divisors() {
         assert_eq!(verdict(&[]), Verdict::Ok);
         assert_eq!(verdict(&["NNODES=3", "N_NODES_TRAIN=1"]), Verdict::Fatal);
-        assert_eq!(verdict(&["NNODES=2", "N_NODES_ROLLOUT=1"]), Verdict::Fatal, "sync has one pool");
-        assert_eq!(verdict(&["NNODES=2", "N_NODES_ROLLOUT=1", "TRAINING_MODE=async"]), Verdict::Ok);
+        assert_eq!(
+            verdict(&["NNODES=2", "N_NODES_ROLLOUT=1"]),
+            Verdict::Fatal,
+            "sync has one pool"
+        );
+        assert_eq!(
+            verdict(&["NNODES=2", "N_NODES_ROLLOUT=1", "TRAINING_MODE=async"]),
+            Verdict::Ok
+        );
         assert_eq!(verdict(&["TRAINING_MODE=async"]), Verdict::Fatal);
         assert_eq!(verdict(&["NGPUS_PER_NODE=8", "SP_SIZE=3"]), Verdict::Fatal);
         assert_eq!(verdict(&["NGPUS_PER_NODE=8", "SP_SIZE=4"]), Verdict::Ok);

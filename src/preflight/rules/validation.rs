@@ -19,10 +19,14 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     match (&s.data.val_files, asked) {
         (None, true) => vec![(
             Verdict::Warn,
-            "VAL_FILES is empty: TRAINER_VAL_BEFORE_TRAIN and TRAINER_TEST_FREQ have nothing to run on".into(),
+            "VAL_FILES is empty: TRAINER_VAL_BEFORE_TRAIN and TRAINER_TEST_FREQ have nothing to run on"
+                .into(),
         )],
         (Some(val), _) if *val == s.data.train_files => {
-            vec![(Verdict::Warn, "VAL_FILES equals TRAIN_FILES: validation measures seen tasks".into())]
+            vec![(
+                Verdict::Warn,
+                "VAL_FILES equals TRAIN_FILES: validation measures seen tasks".into(),
+            )]
         }
         _ => Vec::new(),
     }
@@ -37,8 +41,15 @@ mod tests {
     fn validation_needs_an_index_of_its_own() {
         assert!(check(&settings(&[]), None).is_empty());
         assert_eq!(check(&settings(&["VAL_FILES="]), None)[0].0, Verdict::Warn);
-        assert_eq!(check(&settings(&["VAL_FILES=t.parquet"]), None)[0].0, Verdict::Warn);
-        let off = ["VAL_FILES=", "TRAINER_VAL_BEFORE_TRAIN=False", "TRAINER_TEST_FREQ=-1"];
+        assert_eq!(
+            check(&settings(&["VAL_FILES=t.parquet"]), None)[0].0,
+            Verdict::Warn
+        );
+        let off = [
+            "VAL_FILES=",
+            "TRAINER_VAL_BEFORE_TRAIN=False",
+            "TRAINER_TEST_FREQ=-1",
+        ];
         assert!(check(&settings(&off), None).is_empty());
     }
 }

@@ -22,7 +22,11 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     if started == needed {
         return vec![(Verdict::Ok, format!("{started} of {needed} ranks started"))];
     }
-    let how = if started == 1 { format!("; start it with `mpirun -n {needed}` or `srun -n {needed}`") } else { String::new() };
+    let how = if started == 1 {
+        format!("; start it with `mpirun -n {needed}` or `srun -n {needed}`")
+    } else {
+        String::new()
+    };
     vec![(
         Verdict::Fatal,
         format!(
@@ -44,7 +48,13 @@ mod tests {
             ..facts()
         };
         assert_eq!(check(&settings(&[]), Some(&launch(1)))[0].0, Verdict::Ok);
-        assert_eq!(check(&settings(&["NGPUS_PER_NODE=2"]), Some(&launch(1)))[0].0, Verdict::Fatal);
-        assert!(check(&settings(&["NGPUS_PER_NODE=2"]), Some(&facts())).is_empty(), "nothing is launched");
+        assert_eq!(
+            check(&settings(&["NGPUS_PER_NODE=2"]), Some(&launch(1)))[0].0,
+            Verdict::Fatal
+        );
+        assert!(
+            check(&settings(&["NGPUS_PER_NODE=2"]), Some(&facts())).is_empty(),
+            "nothing is launched"
+        );
     }
 }
