@@ -325,6 +325,12 @@ fn unsupported(config: &TaskConfig, file: &Path, findings: &mut Vec<Finding>) {
         "artifacts",
         "has no effect: artifacts are not collected",
     );
+    find(
+        Severity::Warning,
+        config.environment.docker_image.is_some(),
+        "environment.docker_image",
+        "is not pulled by the process backend: its root is that of this machine, or SANDBOX_ROOTFS",
+    );
     let mut refuse = |condition, field, problem| find(Severity::Unsupported, condition, field, problem);
     let not_seconds = |value: f64| !(value.is_finite() && value > 0.0 && value < 1e9);
     let environment = &config.environment;
@@ -372,6 +378,15 @@ fn unsupported(config: &TaskConfig, file: &Path, findings: &mut Vec<Finding>) {
         environment.healthcheck.is_some(),
         "environment.healthcheck",
         "health checks are not run",
+    );
+    refuse(
+        config
+            .agent
+            .user
+            .as_deref()
+            .is_some_and(|user| user != "root" && user != "0"),
+        "agent.user",
+        "agents run as root of their sandbox",
     );
     let no_seconds = "must be a positive number of seconds";
     refuse(

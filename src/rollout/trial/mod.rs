@@ -82,7 +82,64 @@ pub struct TrialRunnerConfig {
     pub pids_limit: Option<u32>,
 }
 
+/// A limit that no trial could keep.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{variable} is {value}; it must be {wanted}")]
+pub struct TrialConfigError {
+    /// Variable of the run configuration.
+    pub variable: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What it may be.
+    pub wanted: &'static str,
+}
+
 impl TrialRunnerConfig {
+    /// Checks what types do not say. The upper bounds keep deadlines representable.
+    fn check(&self) -> Result<(), TrialConfigError> {
+        let refuse = |variable, value: String, wanted| {
+            Err(TrialConfigError {
+                variable,
+                value,
+                wanted,
+            })
+        };
+        for (variable, factor) in [
+            ("HARBOR_AGENT_TIMEOUT_MULTIPLIER", self.agent_timeout_multiplier),
+            (
+                "HARBOR_VERIFIER_TIMEOUT_MULTIPLIER",
+                self.verifier_timeout_multiplier,
+            ),
+        ] {
+            if !(factor > 0.0 && factor <= 1000.0) {
+                return refuse(variable, factor.to_string(), "a number above 0, at most 1000");
+            }
+        }
+        for (variable, limit) in [
+            ("HARBOR_AGENT_MAX_TIMEOUT_SEC", self.train.agent_timeout_max),
+            ("HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC", self.val.agent_timeout_max),
+        ] {
+            if limit.is_zero() || limit.as_secs() > 1_000_000_000 {
+                return refuse(
+                    variable,
+                    limit.as_secs().to_string(),
+                    "a positive number of seconds",
+                );
+            }
+        }
+        if self.max_turns == 0 {
+            return refuse("HARBOR_AGENT_MAX_ITERATIONS", "0".to_owned(), "at least 1");
+        }
+        if self
+            .override_cpus
+            .is_some_and(|cpus| !(cpus.is_finite() && cpus > 0.0))
+        {
+            let cpus = self.override_cpus.unwrap_or_default();
+            return refuse("HARBOR_ENVIRONMENT_OVERRIDE_CPUS", cpus.to_string(), "above 0");
+        }
+        Ok(())
+    }
+
     /// The part for a purpose.
     pub fn for_purpose(&self, purpose: Purpose) -> &PurposeConfig {
         match purpose {

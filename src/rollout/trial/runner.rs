@@ -2,7 +2,7 @@
 
 use super::folder::{Record, TrialFolder};
 use super::outcome::judge;
-use super::{AttemptEnd, AttemptFailure, TrialRunnerConfig};
+use super::{AttemptEnd, AttemptFailure, TrialConfigError, TrialRunnerConfig};
 use crate::base::{
     CapturedSession, DropReason, SamplingParams, SessionEndpoint, SessionHost, SessionId, SessionLimits,
     SessionSpec, Trajectory, TrialAssignment, TrialOutcome, TrialTiming,
@@ -158,19 +158,20 @@ impl Drop for Live<'_> {
 }
 
 impl TrialRunner {
-    /// Puts the parts together.
+    /// Puts the parts together; refuses limits that no trial could keep.
     pub fn new(
         config: TrialRunnerConfig,
         backend: Arc<dyn SandboxBackend>,
         scaffold: Arc<dyn Scaffold>,
         sessions: Arc<dyn SessionHost>,
-    ) -> Self {
-        Self {
+    ) -> Result<Self, TrialConfigError> {
+        config.check()?;
+        Ok(Self {
             config,
             backend,
             scaffold,
             sessions,
-        }
+        })
     }
 
     /// Runs one attempt to its end. When `cancel` turns true (or its sender is dropped) the attempt is ended
@@ -433,4 +434,98 @@ fn scaffold_failure(error: &ScaffoldError) -> Failure {
         _ => DropReason::AgentSetupFailed,
     };
     Failure::of(reason, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::{GroupId, Purpose, TrialKey};
+    use crate::rollout::task::TaskConfig;
+    use crate::rollout::trial::PurposeConfig;
+
+    fn config() -> TrialRunnerConfig {
+        let purpose = |secs| PurposeConfig {
+            sampling: SamplingParams::default(),
+            agent_timeout_max: Duration::from_secs(secs),
+        };
+        TrialRunnerConfig {
+            trials_dir: "trials".into(),
+            run: "run".to_owned(),
+            owner: "owner".to_owned(),
+            train: purpose(100),
+            val: purpose(1000),
+            max_turns: 5,
+            max_total_tokens: 100,
+            max_tokens_per_turn: 10,
+            max_consecutive_no_tool: 0,
+            agent_timeout_multiplier: 0.5,
+            verifier_timeout_multiplier: 2.0,
+            agent_setup_timeout: Duration::from_secs(7),
+            override_cpus: None,
+            override_memory_mb: None,
+            pids_limit: None,
+        }
+    }
+
+    #[test]
+    fn budgets_follow_the_task_the_factor_and_the_cap() {
+        let agent_secs = |toml: &str, purpose| {
+            let task = TaskSpec {
+                dir: "task".into(),
+                name: "task".to_owned(),
+                family: String::new(),
+                instruction: "x".to_owned(),
+                config: TaskConfig::parse("task.toml", toml).0,
+                warnings: Vec::new(),
+            };
+            let assignment = TrialAssignment {
+                key: TrialKey {
+                    purpose,
+                    group: GroupId(0),
+                    sample: 0,
+                },
+                attempt: 0,
+                row: 0,
+                seed: 0,
+            };
+            let budget = Budget::of(&config(), &task, &assignment);
+            assert_eq!(budget.verifier.as_secs(), 1200);
+            budget.agent.as_secs_f64()
+        };
+        let (train, val) = (Purpose::Train, Purpose::Val { step: 0 });
+        assert_eq!(agent_secs("[agent]\ntimeout_sec = 30\n", train), 15.0);
+        assert_eq!(agent_secs("[agent]\ntimeout_sec = 900\n", train), 100.0);
+        assert_eq!(agent_secs("[agent]\ntimeout_sec = 900\n", val), 450.0);
+        assert_eq!(agent_secs("", train), 100.0);
+    }
+
+    #[test]
+    fn impossible_limits_are_refused_by_name() {
+        assert_eq!(config().check(), Ok(()));
+        type Spoil = fn(&mut TrialRunnerConfig);
+        let cases: [(Spoil, &str); 5] = [
+            (
+                |c| c.agent_timeout_multiplier = -1.0,
+                "HARBOR_AGENT_TIMEOUT_MULTIPLIER",
+            ),
+            (
+                |c| c.verifier_timeout_multiplier = f64::NAN,
+                "HARBOR_VERIFIER_TIMEOUT_MULTIPLIER",
+            ),
+            (
+                |c| c.train.agent_timeout_max = Duration::MAX,
+                "HARBOR_AGENT_MAX_TIMEOUT_SEC",
+            ),
+            (|c| c.max_turns = 0, "HARBOR_AGENT_MAX_ITERATIONS"),
+            (
+                |c| c.override_cpus = Some(0.0),
+                "HARBOR_ENVIRONMENT_OVERRIDE_CPUS",
+            ),
+        ];
+        for (spoil, variable) in cases {
+            let mut config = config();
+            spoil(&mut config);
+            assert_eq!(config.check().unwrap_err().variable, variable);
+        }
+    }
 }

@@ -186,12 +186,15 @@ impl Setup {
             pids_limit: None,
         };
         Self {
-            runner: Arc::new(TrialRunner::new(
-                config,
-                Arc::new(backend),
-                Arc::new(Mini::new(MiniConfig::default())),
-                Arc::clone(&sessions) as Arc<dyn SessionHost>,
-            )),
+            runner: Arc::new(
+                TrialRunner::new(
+                    config,
+                    Arc::new(backend),
+                    Arc::new(Mini::new(MiniConfig::default())),
+                    Arc::clone(&sessions) as Arc<dyn SessionHost>,
+                )
+                .unwrap(),
+            ),
             task: TaskSpec::load(&dir).unwrap(),
             sessions,
             folder,

@@ -6,6 +6,9 @@
 //!    Its exit code does not matter. Output goes to `verifier/test-stdout.txt` of the trial folder.
 //! 4. The reward is read: `/logs/verifier/reward.json` (flat map of numbers, wins) or `reward.txt` (one number).
 //!
+//! What the agent left running lives on while its work is graded, since a running service can be the answer.
+//! A sandbox is therefore as trustworthy as the task's tests are against a process that watches them.
+//!
 //! A reward that is missing, empty, not a number or not finite is an error that shows what was found. It is
 //! never a zero.
 

@@ -204,7 +204,9 @@ impl ExtraInfo {
             }
         };
         match self {
-            Self::Struct { nulls: Some(nulls), .. } if nulls.is_null(row) => Ok(Info::default()),
+            Self::Struct {
+                nulls: Some(nulls), ..
+            } if nulls.is_null(row) => Ok(Info::default()),
             Self::Struct { fields, .. } => Ok(take(
                 fields
                     .each_ref()

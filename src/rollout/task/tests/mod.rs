@@ -213,6 +213,11 @@ fn unusable_folders_are_refused_by_path() {
             "several steps",
         ),
         (
+            |d| fs::write(d.join("task.toml"), "[agent]\nuser = 1000\n").unwrap(),
+            "task/task.toml",
+            "run as root",
+        ),
+        (
             |d| fs::write(d.join("task.toml"), "[agent]\ntimeout_sec = nan\n").unwrap(),
             "task/task.toml",
             "positive number of seconds",
