@@ -377,6 +377,13 @@ fn background_processes_live_until_the_sandbox_ends_and_no_longer() {
         let daemon = format!("(setsid sh -c 'trap \"\" TERM HUP INT; sleep {marker}' >/dev/null 2>&1 &) &");
         says(sandbox.as_ref(), &daemon).await;
         wait_until("the daemon", || !processes_with(&marker).is_empty());
+        // It really belongs to the user of this test.
+        use std::os::unix::fs::MetadataExt;
+        for pid in processes_with(&marker) {
+            // SAFETY: geteuid cannot fail.
+            let user = unsafe { libc::geteuid() };
+            assert_eq!(std::fs::metadata(format!("/proc/{pid}")).unwrap().uid(), user);
+        }
         says(
             sandbox.as_ref(),
             &format!("grep -q {marker} /proc/[0-9]*/cmdline"),
