@@ -81,6 +81,25 @@ async fn a_cache_that_is_too_small_for_the_batch_changes_nothing() {
 }
 
 #[tokio::test]
+async fn greedy_tokens_are_those_of_transformers() {
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/model/net/fixtures");
+    for name in ["qwen3", "qwen3_untied_bias"] {
+        let reference = std::fs::read(fixtures.join(format!("{name}.reference.safetensors"))).unwrap();
+        let reference = safetensors::SafeTensors::deserialize(&reference).unwrap();
+        let bytes = reference.tensor("greedy").unwrap().data().chunks_exact(8);
+        let greedy: Vec<u32> = bytes
+            .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
+            .collect();
+        let engine = NativeEngine::start(small(), &fixtures.join(name)).unwrap();
+        let mut r = request(1, "s", &greedy[..8], 64);
+        r.sampling.temperature = 0.0;
+        // transformers stops at the ids of its generation config, which the reference cleared.
+        let ended = Client::submit(&engine, r).end().await.unwrap();
+        assert_eq!(ended.ids(), greedy[8..], "{name}");
+    }
+}
+
+#[tokio::test]
 async fn logprobs_are_those_of_a_full_recompute() {
     let policy = policy(2);
     let engine = engine(&policy, small());
