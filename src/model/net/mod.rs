@@ -12,6 +12,8 @@ mod attention;
 mod layout;
 mod policy;
 mod qwen3;
+#[cfg(test)]
+mod reference_tests;
 mod tensors;
 #[cfg(test)]
 mod tests;

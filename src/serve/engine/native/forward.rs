@@ -105,7 +105,7 @@ impl Forward {
             let attended = self.attention(layer, weights, &mut qkv, &groups);
             x = x.addmm(&attended, &weights.o);
             if let Some(bias) = &weights.o_bias {
-                x = x + bias;
+                x += bias;
             }
             let m = rms_norm(&x, &weights.post_norm, eps);
             let gate_up = m.mm(&weights.gate_up);

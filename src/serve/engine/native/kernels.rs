@@ -123,19 +123,35 @@ fn silu_mul_body<const FMA: bool>(y: &mut [f32], x: &[f32], n: usize) {
     }
 }
 
+/// Rows of the key block that are summed apart, so that the additions do not wait for each other.
+const CHAINS: usize = 4;
+
 #[inline(always)]
 fn page_scores_body<const FMA: bool>(scores: &mut [f32], stride: usize, q: &[f32], keys: &[f32], scale: f32) {
     let d = keys.len() / PAGE_TOKENS;
     for (group, q) in q.chunks_exact(d).enumerate() {
-        let mut lanes = [0.0f32; PAGE_TOKENS];
-        for (q, key) in q.iter().zip(keys.chunks_exact(PAGE_TOKENS)) {
-            for (lane, k) in lanes.iter_mut().zip(key) {
+        let mut chains = [[0.0f32; PAGE_TOKENS]; CHAINS];
+        let (q_blocks, key_blocks) = (q.chunks_exact(CHAINS), keys.chunks_exact(CHAINS * PAGE_TOKENS));
+        let rest = q_blocks
+            .remainder()
+            .iter()
+            .zip(key_blocks.remainder().chunks_exact(PAGE_TOKENS));
+        for (q, keys) in rest {
+            for (lane, k) in chains[0].iter_mut().zip(keys) {
                 *lane = fma::<FMA>(*q, *k, *lane);
             }
         }
+        for (q, keys) in q_blocks.zip(key_blocks) {
+            for c in 0..CHAINS {
+                let keys = &keys[c * PAGE_TOKENS..(c + 1) * PAGE_TOKENS];
+                for s in 0..PAGE_TOKENS {
+                    chains[c][s] = fma::<FMA>(q[c], keys[s], chains[c][s]);
+                }
+            }
+        }
         let row = &mut scores[group * stride..group * stride + PAGE_TOKENS];
-        for (score, lane) in row.iter_mut().zip(lanes) {
-            *score = lane * scale;
+        for (s, score) in row.iter_mut().enumerate() {
+            *score = ((chains[0][s] + chains[1][s]) + (chains[2][s] + chains[3][s])) * scale;
         }
     }
 }
@@ -186,13 +202,31 @@ fn page_values_body<const FMA: bool>(
 ) {
     for (group, out) in out.chunks_exact_mut(d).enumerate() {
         let weights = &weights[group * stride..group * stride + count];
-        for (w, value) in weights.iter().zip(values.chunks_exact(d)) {
-            for (o, v) in out.iter_mut().zip(value) {
-                *o = fma::<FMA>(*w, *v, *o);
+        // Columns of a block at a time, summed in registers over the tokens of the page.
+        let mut column = 0;
+        while column + COLUMNS <= d {
+            let mut sums = [0.0f32; COLUMNS];
+            for (w, value) in weights.iter().zip(values.chunks_exact(d)) {
+                let value = &value[column..column + COLUMNS];
+                for i in 0..COLUMNS {
+                    sums[i] = fma::<FMA>(*w, value[i], sums[i]);
+                }
+            }
+            for (o, sum) in out[column..column + COLUMNS].iter_mut().zip(sums) {
+                *o += sum;
+            }
+            column += COLUMNS;
+        }
+        for (i, o) in out.iter_mut().enumerate().skip(column) {
+            for (w, value) in weights.iter().zip(values.chunks_exact(d)) {
+                *o = fma::<FMA>(*w, value[i], *o);
             }
         }
     }
 }
+
+/// Columns of the value block that are summed together.
+const COLUMNS: usize = 32;
 
 /// Normalises and rotates one head in place; `cos` and `sin` are the first half of the rotary row.
 pub(super) fn norm_and_rotate(head: &mut [f32], weight: &[f32], eps: f32, cos: &[f32], sin: &[f32]) {
@@ -246,27 +280,29 @@ mod tests {
 
     #[test]
     fn page_kernels_are_dot_products() {
-        let (d, groups, stride, count) = (20, 2, 32, 5);
-        let (q, keys, rows) = (
-            values(groups * d, 1),
-            values(d * PAGE_TOKENS, 2),
-            values(PAGE_TOKENS * d, 3),
-        );
-        let mut scores = vec![0.0; groups * stride];
-        page_scores(&mut scores, stride, &q, &keys, 0.5);
-        let weights = values(groups * stride, 4);
-        let mut out = vec![1.0; groups * d];
-        page_values(&mut out, &weights, stride, &rows, count, d);
-        for g in 0..groups {
-            for s in 0..PAGE_TOKENS {
-                let want: f32 = (0..d).map(|i| q[g * d + i] * keys[i * PAGE_TOKENS + s]).sum();
-                assert!((scores[g * stride + s] - 0.5 * want).abs() < 1e-4);
-            }
-            for i in 0..d {
-                let want: f32 = (0..count)
-                    .map(|s| weights[g * stride + s] * rows[s * d + i])
-                    .sum();
-                assert!((out[g * d + i] - 1.0 - want).abs() < 1e-4);
+        let (groups, stride, count) = (2, 32, 5);
+        for d in [6, 20, 32, 35, 64] {
+            let (q, keys, rows) = (
+                values(groups * d, 1),
+                values(d * PAGE_TOKENS, 2),
+                values(PAGE_TOKENS * d, 3),
+            );
+            let mut scores = vec![0.0; groups * stride];
+            page_scores(&mut scores, stride, &q, &keys, 0.5);
+            let weights = values(groups * stride, 4);
+            let mut out = vec![1.0; groups * d];
+            page_values(&mut out, &weights, stride, &rows, count, d);
+            for g in 0..groups {
+                for s in 0..PAGE_TOKENS {
+                    let want: f32 = (0..d).map(|i| q[g * d + i] * keys[i * PAGE_TOKENS + s]).sum();
+                    assert!((scores[g * stride + s] - 0.5 * want).abs() < 1e-4);
+                }
+                for i in 0..d {
+                    let want: f32 = (0..count)
+                        .map(|s| weights[g * stride + s] * rows[s * d + i])
+                        .sum();
+                    assert!((out[g * d + i] - 1.0 - want).abs() < 1e-4);
+                }
             }
         }
     }
