@@ -1,6 +1,6 @@
 //! `legorl-rank index`: task indexes.
 
-use super::Parts;
+use crate::rollout::task::build_index;
 use clap::{Args, Subcommand};
 use std::{path::PathBuf, process::ExitCode};
 
@@ -36,8 +36,9 @@ fn ratio(text: &str) -> Result<f64, String> {
 }
 
 /// Runs the command.
-pub fn run(parts: &Parts, command: &IndexCommand) -> anyhow::Result<ExitCode> {
+pub fn run(command: &IndexCommand) -> anyhow::Result<ExitCode> {
     let IndexCommand::Build(args) = command;
-    super::print(&(parts.index_build)(args)?);
+    let report = build_index(&args.tasks, &args.output, args.split_ratio, args.seed)?;
+    super::print(&format!("{report}\n"));
     Ok(ExitCode::SUCCESS)
 }

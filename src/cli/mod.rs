@@ -45,12 +45,6 @@ pub enum Tensors {
 pub struct Parts {
     /// Training and starting policies.
     pub tensors: Tensors,
-    /// Builds a task index; returns the report to print.
-    pub index_build: fn(&index::IndexBuildArgs) -> anyhow::Result<String>,
-    /// Checks task folders; returns the report to print and whether all are complete.
-    pub task_check: fn(&task::TaskCheckArgs) -> anyhow::Result<(String, bool)>,
-    /// Looks at a task index without changing anything, for preflight.
-    pub index_probe: crate::preflight::facts::IndexProbe,
 }
 
 #[derive(Parser)]
@@ -103,8 +97,8 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
     };
     let outcome = match &parsed.command {
         Command::Train(args) => train::run(parts, args),
-        Command::Index(command) => index::run(parts, command),
-        Command::Task(command) => task::run(parts, command),
+        Command::Index(command) => index::run(command),
+        Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
         Command::Config(command) => config_command::run(command),
         Command::Explain(args) => explain::run(args),

@@ -1,6 +1,6 @@
 //! `legorl-rank task`: task folders.
 
-use super::Parts;
+use crate::rollout::task::{check_tasks, find_tasks};
 use clap::{Args, Subcommand};
 use std::{path::PathBuf, process::ExitCode};
 
@@ -20,9 +20,13 @@ pub struct TaskCheckArgs {
 }
 
 /// Runs the command.
-pub fn run(parts: &Parts, command: &TaskCommand) -> anyhow::Result<ExitCode> {
+pub fn run(command: &TaskCommand) -> anyhow::Result<ExitCode> {
     let TaskCommand::Check(args) = command;
-    let (report, complete) = (parts.task_check)(args)?;
-    super::print(&report);
-    Ok(if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let mut folders = Vec::new();
+    for folder in &args.folders {
+        folders.extend(find_tasks(folder)?);
+    }
+    let report = check_tasks(&folders);
+    super::print(&format!("{report}\n"));
+    Ok(if report.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
