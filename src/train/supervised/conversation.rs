@@ -28,16 +28,13 @@ pub struct Conversation<'t> {
 
 impl<'t> Conversation<'t> {
     /// A renderer with this template.
-    pub fn new(template: &'t ChatTemplate) -> Self {
-        let tools: Value = serde_json::from_str(TOOLS).unwrap_or(Value::Null);
-        Self {
-            template,
-            tools: tools.as_array().cloned().unwrap_or_default(),
-        }
+    pub fn new(template: &'t ChatTemplate) -> Result<Self, InitError> {
+        let tools = serde_json::from_str(TOOLS).map_err(InitError::Tools)?;
+        Ok(Self { template, tools })
     }
 
     /// The whole conversation as text.
-    pub fn render(&mut self, transcript: &Transcript) -> Result<String, InitError> {
+    pub fn render(&self, transcript: &Transcript) -> Result<String, InitError> {
         let mut messages = vec![
             json!({"role": "system", "content": SYSTEM.trim_end()}),
             json!({"role": "user", "content": transcript.instruction}),

@@ -28,7 +28,7 @@ const TRANSCRIPTS_PER_FAMILY: usize = 200;
 
 /// Learns the tokenizer and writes it with its companions into `dir`.
 pub fn write_tokenizer(dir: &Path, seed: u64) -> Result<(), InitError> {
-    let template = ChatTemplate::from_source(CHAT_TEMPLATE, "chat_template.jinja", HashMap::new())?;
+    let template = ChatTemplate::from_source(CHAT_TEMPLATE.to_owned(), "chat_template.jinja", HashMap::new())?;
     let corpus = corpus(&template, seed)?;
     let bpe = TrainedBpe::train(corpus.iter().map(String::as_str), VOCABULARY_LIMIT)?;
     bpe.save(&dir.join("tokenizer.json"))?;
@@ -50,7 +50,7 @@ pub fn write_tokenizer(dir: &Path, seed: u64) -> Result<(), InitError> {
 fn corpus(template: &ChatTemplate, seed: u64) -> Result<Vec<String>, InitError> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut texts = Vec::new();
-    let mut conversation = Conversation::new(template);
+    let conversation = Conversation::new(template)?;
     for family in Family::ALL {
         for _ in 0..TRANSCRIPTS_PER_FAMILY {
             let draft = Draft::draw(family, &mut rng);

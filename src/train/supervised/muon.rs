@@ -62,7 +62,8 @@ impl Optimizer {
                     Rule::Adam { mean, square } => {
                         let _ = mean.lerp_(&gradient, 1.0 - b1);
                         let _ = square.lerp_(&gradient.square(), 1.0 - b2);
-                        let _ = parameter.addcdiv_out_in_place(mean, &(square.sqrt() + ADAM_EPS), -rate);
+                        let change = &*mean / (square.sqrt() + ADAM_EPS);
+                        let _ = parameter.g_sub_(&(change * rate));
                     }
                 }
                 let _ = gradient.zero_();
@@ -90,8 +91,4 @@ fn orthogonalized(matrix: &Tensor) -> Tensor {
     } else {
         x
     }
-}
-
-trait AddCDiv {
-    fn addcdiv_out_in_place(&mut self, a: &Tensor, b: &Tensor, value: f64) -> Tensor;
 }

@@ -2,7 +2,7 @@
 //! or run the commands of its solution.
 
 use super::{families::Draft, transcripts::Transcript, InitError};
-use std::{collections::BTreeSet, path::Path};
+use std::{collections::BTreeSet, path::PathBuf};
 
 /// Instructions and solutions that transcripts must not repeat.
 #[derive(Debug, Default)]
@@ -12,24 +12,15 @@ pub struct Unseen {
 }
 
 impl Unseen {
-    /// Reads every task folder below `tasks`: `instruction.md` and `solution/solve.sh`.
-    pub fn from_tasks(tasks: &Path) -> Result<Self, InitError> {
+    /// Reads `instruction.md` and `solution/solve.sh` of task folders.
+    pub fn from_folders(folders: &[PathBuf]) -> Result<Self, InitError> {
         let mut unseen = Self::default();
-        for entry in std::fs::read_dir(tasks).map_err(InitError::io(tasks))? {
-            let folder = entry.map_err(InitError::io(tasks))?.path();
-            if !folder.join("task.toml").is_file() {
-                continue;
-            }
+        for folder in folders {
             let read = |name: &str| {
                 let path = folder.join(name);
                 std::fs::read_to_string(&path).map_err(InitError::io(&path))
             };
             unseen.add(&read("instruction.md")?, &read("solution/solve.sh")?);
-        }
-        if unseen.instructions.is_empty() {
-            return Err(InitError::NoTasks {
-                path: tasks.to_path_buf(),
-            });
         }
         Ok(unseen)
     }
@@ -78,10 +69,12 @@ mod tests {
     use crate::train::supervised::{families::Family, task_folder::demo_tasks, transcripts::Habits};
     use rand::SeedableRng;
     use rand_chacha::ChaCha8Rng;
+    use std::path::Path;
 
     fn committed() -> Unseen {
         let tasks = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/tasks");
-        Unseen::from_tasks(&tasks).expect("tasks")
+        let folders: Vec<PathBuf> = demo_tasks().iter().map(|(name, _)| tasks.join(name)).collect();
+        Unseen::from_folders(&folders).expect("tasks")
     }
 
     #[test]
