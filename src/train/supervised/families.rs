@@ -8,7 +8,7 @@
 //! | `rename` | a file under another name | the instruction |
 //! | `copy` | a file inside a folder | the instruction |
 //! | `delete` | removal of the file that contains a word | the instruction |
-//! | `folders` | three named folders | the instruction |
+//! | `folders` | two named folders | the instruction |
 //! | `count` | the number of lines of a file in another file | the instruction |
 //! | `lookup` | the value of a key of a settings file in another file | reading a file first |
 //! | `follow` | the folder that a note names | reading a file first |
@@ -31,7 +31,7 @@ pub enum Family {
     Copy,
     /// Delete the file that contains a word.
     Delete,
-    /// Create three folders.
+    /// Create two folders.
     Folders,
     /// Write the number of lines of a file.
     Count,
@@ -263,20 +263,20 @@ fn delete<R: Rng>(rng: &mut R) -> Draft {
 }
 
 fn folders<R: Rng>(rng: &mut R) -> Draft {
-    let w = draw_words(rng, 6);
-    let (a, b, c) = (w[0], w[1], w[2]);
-    let before = files([(format!("{}.txt", w[3]), note(w[4], w[5]))]);
+    let w = draw_words(rng, 5);
+    let (a, b) = (w[0], w[1]);
+    let before = files([(format!("{}.txt", w[2]), note(w[3], w[4]))]);
     Draft {
         family: Family::Folders,
-        instruction: format!("Create the folders {a} and {b} and {c}."),
+        instruction: format!("Create the folder {a} and the folder {b}."),
         after: before.clone(),
         before,
-        new_folders: vec![a.into(), b.into(), c.into()],
+        new_folders: vec![a.into(), b.into()],
         read: None,
-        act: Step::silent(format!("mkdir {a} {b} {c}")),
+        act: Step::silent(format!("mkdir {a} {b}")),
         slips: [
             Step::silent(format!("mkdir {a}")),
-            Step::silent(format!("touch {a} {b} {c}")),
+            Step::silent(format!("touch {a} {b}")),
         ],
     }
 }
@@ -321,25 +321,28 @@ fn lookup<R: Rng>(rng: &mut R) -> Draft {
     let settings = |values: &[&str]| {
         keys.iter()
             .zip(values)
-            .map(|(key, value)| format!("set {key} {value}\n"))
+            .map(|(key, value)| format!("{key} = {value}\n"))
             .collect::<String>()
     };
     let chosen = rng.random_range(0..3);
     let text = settings(&w[2..5]);
     let (key, value) = (keys[chosen], w[2 + chosen]);
     let before = files([
-        (format!("{file}.txt"), text.clone()),
+        (format!("{file}.txt"), text),
         (format!("{}.txt", w[5]), settings(&w[6..9])),
     ]);
     let mut after = before.clone();
     after.insert(format!("{target}.txt"), format!("{value}\n"));
     Draft {
         family: Family::Lookup,
-        instruction: format!("Find the {key} in {file}.txt and write it into {target}.txt."),
+        instruction: format!("Find the value of {key} in {file}.txt and write it into {target}.txt."),
         before,
         after,
         new_folders: vec![],
-        read: Some(Step::new(format!("cat {file}.txt"), text.trim_end())),
+        read: Some(Step::new(
+            format!("grep {key} {file}.txt"),
+            format!("{key} = {value}"),
+        )),
         act: Step::silent(format!("echo {value} > {target}.txt")),
         slips: [
             Step::silent(format!("touch {target}.txt")),

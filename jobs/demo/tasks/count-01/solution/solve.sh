@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < river.txt > moon.txt
+wc -l < lilac.txt > sage.txt

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file maple.txt: silver olive quartz raven onyx chalk meadow
-file moon.txt: 5
-file river.txt: silver olive quartz raven onyx
+file lilac.txt: ivory grape silver eagle otter cedar linen walnut
+file moon.txt: ivory grape silver eagle otter
+file sage.txt: 8
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < pearl.txt > lemon.txt
+wc -l < meadow.txt > walnut.txt

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file fern.txt: spruce hazel walnut sage marble thistle
-file lemon.txt: 4
-file pearl.txt: spruce hazel walnut sage
+file ivory.txt: delta lemon linen
+file meadow.txt: delta lemon linen olive berry willow
+file walnut.txt: 6
 END
 )
 found=$(state)

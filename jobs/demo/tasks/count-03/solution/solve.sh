@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < olive.txt > frost.txt
+wc -l < eagle.txt > brook.txt

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file frost.txt: 7
-file olive.txt: tiger island quartz thistle marble raven linen
-file shell.txt: tiger island quartz thistle
+file brook.txt: 2
+file delta.txt: pearl cloud otter tulip
+file eagle.txt: pearl cloud
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < arrow.txt > clover.txt
+wc -l < field.txt > clover.txt

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < poppy.txt > willow.txt
+wc -l < kettle.txt > lilac.txt

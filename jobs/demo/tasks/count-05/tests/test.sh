@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file poppy.txt: frost tulip flint berry river birch
-file sugar.txt: frost tulip flint
-file willow.txt: 6
+file kettle.txt: marble island frost lemon amber opal silver
+file lilac.txt: 7
+file spruce.txt: marble island frost lemon
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-wc -l < tiger.txt > kettle.txt
+wc -l < violet.txt > melon.txt

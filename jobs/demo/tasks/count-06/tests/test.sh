@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file chalk.txt: harbor amber walnut basil ivory tulip
-file kettle.txt: 4
-file tiger.txt: harbor amber walnut basil
+file cloud.txt: apple shell kettle birch
+file melon.txt: 2
+file violet.txt: apple shell
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir tulip frost kettle
+mkdir delta lilac

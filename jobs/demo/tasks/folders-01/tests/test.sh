@@ -25,10 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file olive.txt: honey island
-folder frost
-folder kettle
-folder tulip
+file robin.txt: berry island
+folder delta
+folder lilac
 END
 )
 found=$(state)

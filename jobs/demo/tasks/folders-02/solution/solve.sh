@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir hazel amber pebble
+mkdir lemon thistle

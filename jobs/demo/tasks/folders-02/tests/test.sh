@@ -25,10 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file walnut.txt: clover meadow
-folder amber
-folder hazel
-folder pebble
+file ivory.txt: grape honey
+folder lemon
+folder thistle
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir jade harbor lemon
+mkdir kettle onyx

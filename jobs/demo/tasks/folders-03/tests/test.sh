@@ -25,10 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file marble.txt: tulip amber
-folder harbor
-folder jade
-folder lemon
+file melon.txt: orchid marble
+folder kettle
+folder onyx
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir bread daisy lemon
+mkdir grape shell

@@ -25,10 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file delta.txt: kettle olive
-folder bread
-folder daisy
-folder lemon
+file grass.txt: otter flint
+folder grape
+folder shell
 END
 )
 found=$(state)

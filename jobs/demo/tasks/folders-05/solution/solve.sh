@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir berry tiger beach
+mkdir birch robin

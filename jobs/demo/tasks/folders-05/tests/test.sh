@@ -25,10 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file lemon.txt: violet melon
-folder beach
-folder berry
-folder tiger
+file maple.txt: brick cedar
+folder birch
+folder robin
 END
 )
 found=$(state)

@@ -1,4 +1,4 @@
 #!/bin/bash
 set -e
 cd /app
-mkdir amber orchid marble
+mkdir bread robin

@@ -25,10 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file flint.txt: coral jade
-folder amber
-folder marble
-folder orchid
+file basil.txt: quartz kettle
+folder bread
+folder robin
 END
 )
 found=$(state)

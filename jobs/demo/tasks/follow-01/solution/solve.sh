@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat cedar.txt
+cat kettle.txt
 mkdir berry

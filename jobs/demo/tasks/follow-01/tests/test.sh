@@ -25,8 +25,8 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file cedar.txt: Create the folder berry.
-file meadow.txt: Create the folder silver.
+file coral.txt: Create the folder grape.
+file kettle.txt: Create the folder berry.
 folder berry
 END
 )

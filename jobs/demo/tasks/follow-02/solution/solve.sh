@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat sage.txt
-mkdir silver
+cat quartz.txt
+mkdir willow

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file arrow.txt: Create the folder thistle.
-file sage.txt: Create the folder silver.
-folder silver
+file grass.txt: Create the folder shell.
+file quartz.txt: Create the folder willow.
+folder willow
 END
 )
 found=$(state)

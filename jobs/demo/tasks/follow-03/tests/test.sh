@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file frost.txt: Create the folder lilac.
-file sage.txt: Create the folder tiger.
-folder lilac
+file onyx.txt: Create the folder basil.
+file walnut.txt: Create the folder velvet.
+folder basil
 END
 )
 found=$(state)

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat ember.txt
-mkdir walnut
+cat cedar.txt
+mkdir berry

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file ember.txt: Create the folder walnut.
-file frost.txt: Create the folder field.
-folder walnut
+file cedar.txt: Create the folder berry.
+file meadow.txt: Create the folder silver.
+folder berry
 END
 )
 found=$(state)

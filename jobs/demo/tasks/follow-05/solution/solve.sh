@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat ivory.txt
-mkdir sage
+cat sage.txt
+mkdir silver

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file apple.txt: Create the folder maple.
-file ivory.txt: Create the folder sage.
-folder sage
+file arrow.txt: Create the folder thistle.
+file sage.txt: Create the folder silver.
+folder silver
 END
 )
 found=$(state)

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat quartz.txt
-mkdir clover
+cat frost.txt
+mkdir lilac

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file coral.txt: Create the folder cedar.
-file quartz.txt: Create the folder clover.
-folder clover
+file frost.txt: Create the folder lilac.
+file sage.txt: Create the folder tiger.
+folder lilac
 END
 )
 found=$(state)

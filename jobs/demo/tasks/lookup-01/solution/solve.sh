@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat robin.txt
-echo velvet > brick.txt
+grep color lemon.txt
+echo orchid > flint.txt

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file bread.txt: set size apple set place spruce set color fern
-file brick.txt: velvet
-file robin.txt: set size onyx set place chalk set color velvet
+file brook.txt: place = harbor size = eagle color = sugar
+file flint.txt: orchid
+file lemon.txt: place = brick size = daisy color = orchid
 END
 )
 found=$(state)

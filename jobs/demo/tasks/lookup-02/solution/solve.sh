@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat grape.txt
-echo brick > linen.txt
+grep size cloud.txt
+echo lilac > poppy.txt

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file delta.txt: set color olive set place clover set name grass
-file grape.txt: set color melon set place brick set name river
-file linen.txt: brick
+file cloud.txt: place = sugar size = lilac name = fern
+file meadow.txt: place = clover size = willow name = eagle
+file poppy.txt: lilac
 END
 )
 found=$(state)

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat basil.txt
-echo ember > arrow.txt
+grep place onyx.txt
+echo cedar > honey.txt

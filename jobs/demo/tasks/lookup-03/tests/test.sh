@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file arrow.txt: ember
-file basil.txt: set place honey set name tulip set size ember
-file onyx.txt: set place opal set name maple set size jade
+file honey.txt: cedar
+file onyx.txt: color = pearl size = field place = cedar
+file robin.txt: color = lemon size = harbor place = poppy
 END
 )
 found=$(state)

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat lilac.txt
-echo lemon > willow.txt
+grep name pebble.txt
+echo sage > beach.txt

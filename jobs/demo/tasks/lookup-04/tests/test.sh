@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file grass.txt: set size cedar set place orchid set color olive
-file lilac.txt: set size lemon set place coral set color marble
-file willow.txt: lemon
+file beach.txt: sage
+file opal.txt: name = raven size = river color = ember
+file pebble.txt: name = sage size = cloud color = otter
 END
 )
 found=$(state)

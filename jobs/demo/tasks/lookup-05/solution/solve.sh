@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat pearl.txt
-echo meadow > chalk.txt
+grep color fern.txt
+echo berry > bread.txt

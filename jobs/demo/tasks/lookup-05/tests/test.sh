@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file arrow.txt: set color orchid set size brook set name frost
-file chalk.txt: meadow
-file pearl.txt: set color island set size meadow set name daisy
+file bread.txt: berry
+file fern.txt: color = berry size = coral place = pearl
+file pebble.txt: color = kettle size = melon place = opal
 END
 )
 found=$(state)

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat clover.txt
-echo thistle > robin.txt
+grep size grape.txt
+echo olive > island.txt

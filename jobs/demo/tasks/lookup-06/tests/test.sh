@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file clover.txt: set place thistle set name poppy set color daisy
-file robin.txt: thistle
-file walnut.txt: set place tiger set name silver set color sage
+file grape.txt: size = olive name = amber place = sugar
+file island.txt: olive
+file moon.txt: size = brick name = arrow place = delta
 END
 )
 found=$(state)
