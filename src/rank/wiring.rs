@@ -153,7 +153,7 @@ pub fn run_head(
     let reaped = control.wait("the removal of old sandboxes", REAP_DEADLINE, backend.reap())??;
     report.sandboxes(&sandboxes, reaped);
 
-    let runner = TrialRunner::new(stages::trials(settings, &owner), backend, scaffold, proxy.clone());
+    let runner = TrialRunner::new(stages::trials(settings, &owner), backend, scaffold, proxy.clone())?;
     let parts = Parts {
         owner,
         runner: Arc::new(runner),

@@ -17,7 +17,8 @@ pub struct TrainerProgress {
     pub lr: f64,
 }
 
-/// Everything of a run that is not a tensor (`state.json`).
+/// Everything of a run that is not a tensor (`state.json`). There are no random states: every seed is a
+/// function of the run's seed and a trial's key.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
     /// Steps that the weights have seen.
@@ -26,12 +27,8 @@ pub struct RunState {
     pub weight_version: PolicyVersion,
     /// Trainer counters.
     pub trainer: TrainerProgress,
-    /// States of random streams, by name.
-    pub random: serde_json::Value,
     /// Manifest of the buffer: what was trained on and what waits.
     pub buffer: serde_json::Value,
-    /// History of the surviving weights: which trials contributed to which step.
-    pub history: serde_json::Value,
     /// Fingerprint of the settings that must not change within an experiment.
     pub config_fingerprint: String,
 }

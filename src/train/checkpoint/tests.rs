@@ -41,9 +41,7 @@ fn content(step: u32) -> CheckpointContent {
                 skipped_updates: 1,
                 lr: 1e-6,
             },
-            random: serde_json::json!({ "sampler": [1, 2, 3] }),
             buffer: serde_json::json!({ "cursor": step }),
-            history: serde_json::json!([{ "step": step }]),
             config_fingerprint: "abc".into(),
         },
         model_files: ModelFiles {
