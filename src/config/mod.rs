@@ -18,6 +18,8 @@ pub mod layers;
 pub mod reference;
 pub mod settings;
 pub mod show;
+#[cfg(test)]
+mod tests;
 pub mod variables;
 
 pub use error::{ConfigError, ConfigWarning, Location, WarningKind};
