@@ -34,7 +34,7 @@ pub struct Loaded {
     /// The text of every value that some layer has set, with its source.
     pub layered: Layered,
     /// What computed defaults came to, by variable.
-    pub derived: Vec<(&'static str, String)>,
+    pub derived: settings::Derived,
     /// What the user should know.
     pub warnings: Vec<ConfigWarning>,
 }
