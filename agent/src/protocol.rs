@@ -51,6 +51,8 @@ pub enum Kind {
 pub struct Setup {
     /// The proxy's socket is bound at [`PROXY_SOCKET_PATH`] and is to be reached at [`PROXY_PORT`].
     pub forward_proxy: bool,
+    /// Lay a writable overlay over `/lower` and make it the root.
+    pub overlay: bool,
     /// Watch the summed resident memory of all processes, bytes. Absent when a control group does it.
     pub watch_memory_bytes: Option<u64>,
     /// Watch the number of processes and threads. Absent when a control group does it.
@@ -98,14 +100,12 @@ pub enum Request {
         /// Permission bits.
         mode: u32,
     },
-    /// A file; raw frames of `size` bytes in total follow.
+    /// A file; its bytes follow as raw frames, up to the next message.
     File {
-        /// Relative path.
+        /// Relative path; empty when the upload is one file.
         path: String,
         /// Permission bits.
         mode: u32,
-        /// Bytes to come.
-        size: u64,
     },
     /// A symbolic link.
     Link {
@@ -151,12 +151,10 @@ pub enum Reply {
         /// Relative path.
         path: String,
     },
-    /// A file of a download; raw frames of `size` bytes in total follow.
+    /// A file of a download; its bytes follow as raw frames, up to the next message.
     File {
         /// Relative path; empty when the download is one file.
         path: String,
-        /// Bytes to come.
-        size: u64,
     },
     /// The request is complete.
     Done,
@@ -191,7 +189,9 @@ pub fn decode_header(header: &[u8; HEADER]) -> io::Result<(Kind, u32, usize)> {
         other => return Err(invalid(format!("frame of unknown kind {other}"))),
     };
     if len > MAX_PAYLOAD {
-        return Err(invalid(format!("frame of {len} bytes, the limit is {MAX_PAYLOAD}")));
+        return Err(invalid(format!(
+            "frame of {len} bytes, the limit is {MAX_PAYLOAD}"
+        )));
     }
     Ok((kind, u32::from_le_bytes([i0, i1, i2, i3]), len))
 }
@@ -269,7 +269,10 @@ mod tests {
         let (kind, id, payload) = read_frame(&mut from).unwrap().unwrap();
         assert_eq!((kind, id), (Kind::Message, 3));
         assert_eq!(decode_message::<Request>(&payload).unwrap(), request);
-        assert_eq!(read_frame(&mut from).unwrap().unwrap(), (Kind::Raw, 4, b"xyz".to_vec()));
+        assert_eq!(
+            read_frame(&mut from).unwrap().unwrap(),
+            (Kind::Raw, 4, b"xyz".to_vec())
+        );
         assert!(read_frame(&mut from).unwrap().is_none());
         // A torn header, an unknown kind and an absurd length are errors, not ends.
         assert!(read_frame(&mut &wire[..5]).is_err());

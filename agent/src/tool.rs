@@ -108,7 +108,10 @@ mod tests {
         assert_eq!(tool_result(b"a\nb\n", ToolExit::Code(0)), "a\nb");
         assert_eq!(tool_result(b"", ToolExit::Code(0)), "[no output]");
         assert_eq!(tool_result(b"", ToolExit::Code(3)), "[exit 3]");
-        assert_eq!(tool_result(b"no such file\n", ToolExit::Code(1)), "no such file\n[exit 1]");
+        assert_eq!(
+            tool_result(b"no such file\n", ToolExit::Code(1)),
+            "no such file\n[exit 1]"
+        );
         assert_eq!(tool_result(b"x", ToolExit::TimedOut(5)), "x\n[killed after 5 s]");
     }
 

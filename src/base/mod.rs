@@ -15,6 +15,7 @@
 
 pub mod engine;
 pub mod ids;
+pub mod order;
 pub mod sampling;
 pub mod session;
 pub mod trajectory;

@@ -34,3 +34,43 @@ pub fn run(parts: &Parts, args: &InitPolicyArgs) -> anyhow::Result<ExitCode> {
         Tensors::In(name) => Err(exec::replace(name)),
     }
 }
+
+/// Writes the policy: the command in a program that has tensors.
+#[cfg(feature = "torch")]
+pub fn make(args: &InitPolicyArgs) -> anyhow::Result<()> {
+    use crate::{
+        rollout::task::TaskIndex,
+        train::supervised::{init_policy, Habits, InitPolicyOptions},
+    };
+    let mut kept_out = Vec::new();
+    for file in std::iter::once(&args.train_files).chain(&args.val_files) {
+        kept_out.extend(TaskIndex::open(file)?.rows().iter().map(|row| row.dir.clone()));
+    }
+    let options = InitPolicyOptions {
+        output: args.output.clone(),
+        kept_out,
+        steps: args.steps.unwrap_or(InitPolicyOptions::DEFAULT_STEPS),
+        seed: args.seed,
+        threads: args.threads,
+        habits: Habits::default(),
+    };
+    let progress = crate::observe::Progress::new(options.steps.into(), 0);
+    let report = init_policy(&options, |at| {
+        if at.step % 20 == 0 || at.step == options.steps {
+            progress.step_done(at.step.into(), &format!("loss {:.3} nats a token", at.loss));
+        }
+    })?;
+    progress.finish();
+    super::print(&format!(
+        "{}: {:.2} million parameters, vocabulary {}; {} transcripts, {} tokens, last loss {:.3}; {} tasks kept out; {:.0} s\n",
+        report.output.display(),
+        report.parameters as f64 / 1e6,
+        report.vocab_size,
+        report.transcripts,
+        report.tokens,
+        report.last_loss,
+        report.tasks_kept_out,
+        report.elapsed.as_secs_f64()
+    ));
+    Ok(())
+}

@@ -17,10 +17,13 @@
 //! A sandbox that cannot do what was asked says so with a [`SandboxError`]; it never degrades silently.
 //! The one choice that depends on the machine, how limits are enforced, is told by [`BackendReport`].
 
+pub mod dockerfile;
 mod error;
+pub mod process;
 mod spec;
 
 pub use error::SandboxError;
+pub use process::{ProcessBackend, ProcessBackendConfig};
 pub use spec::{
     BackendReport, ExecResult, ExecSpec, Labels, LimitsBy, LogFile, SandboxSpec, DEFAULT_LOG_CAP_BYTES,
 };
@@ -54,7 +57,19 @@ pub trait Sandbox: Send + Sync {
     /// Copies the file `remote` to the path `local`, or the content of a folder into the folder `local`.
     /// Only regular files and folders come out; links, sockets and devices stay inside.
     async fn download(&self, remote: &str, local: &Path) -> Result<(), SandboxError>;
-    /// Ends every process and deletes every file of the sandbox.
+    /// Makes a folder with its parents; an existing one is fine.
+    async fn make_dir(&self, remote: &str) -> Result<(), SandboxError> {
+        let result = self.exec(ExecSpec::new(["mkdir", "-p", remote])).await?;
+        if result.success() {
+            return Ok(());
+        }
+        Err(SandboxError::Refused {
+            name: String::new(),
+            action: format!("making the folder `{remote}`"),
+            problem: result.tail,
+        })
+    }
+    /// Ends every process of the sandbox and takes its files away.
     async fn delete(self: Box<Self>) -> Result<(), SandboxError>;
     /// Where the proxy is reachable from inside, over plain HTTP.
     fn proxy_address(&self) -> SocketAddr {

@@ -4,6 +4,10 @@
 //! the agent said and sampled is not known here: the proxy has it. A scaffold is a foreign program that
 //! speaks HTTP to `http://<Sandbox::proxy_address><SessionEndpoint::path>/v1`.
 
+pub mod mini;
+
+pub use mini::{Mini, MiniConfig};
+
 use crate::base::SessionEndpoint;
 use crate::rollout::sandbox::{Sandbox, SandboxError};
 use async_trait::async_trait;

@@ -191,7 +191,12 @@ impl TaskConfig {
             }
             Err(error) => {
                 let span = error.span().unwrap_or(0..0);
-                findings.push(Severity::Error, span, "", format!("not TOML: {}", error.message()));
+                findings.push(
+                    Severity::Error,
+                    span,
+                    "",
+                    format!("not TOML: {}", error.message()),
+                );
                 Self::default()
             }
         };
@@ -251,7 +256,11 @@ impl TaskConfig {
 }
 
 fn is_newer(version: &str) -> bool {
-    let parts = |text: &str| text.split('.').map(|p| p.parse::<u32>().ok()).collect::<Option<Vec<_>>>();
+    let parts = |text: &str| {
+        text.split('.')
+            .map(|p| p.parse::<u32>().ok())
+            .collect::<Option<Vec<_>>>()
+    };
     parts(version) > parts(SCHEMA_VERSION)
 }
 
@@ -266,7 +275,10 @@ pub(super) fn take_choice(fields: &mut Fields<'_>, name: &'static str, choices: 
 }
 
 pub(super) fn take_env(fields: &mut Fields<'_>) -> BTreeMap<String, String> {
-    fields.take("env").and_then(|n| n.string_map()).unwrap_or_default()
+    fields
+        .take("env")
+        .and_then(|n| n.string_map())
+        .unwrap_or_default()
 }
 
 fn read_package(table: &mut Fields<'_>) -> PackageInfo {
@@ -288,11 +300,20 @@ fn read_package(table: &mut Fields<'_>) -> PackageInfo {
             node.error("must not be empty");
         }
     }
-    package.description = table.take("description").and_then(|n| n.string()).unwrap_or_default();
-    package.keywords = table.take("keywords").and_then(|n| n.strings()).unwrap_or_default();
+    package.description = table
+        .take("description")
+        .and_then(|n| n.string())
+        .unwrap_or_default();
+    package.keywords = table
+        .take("keywords")
+        .and_then(|n| n.strings())
+        .unwrap_or_default();
     for item in table.take("authors").and_then(|n| n.list()).unwrap_or_default() {
         if let Some(mut author) = item.fields() {
-            let name = author.require("name").and_then(|n| n.string()).unwrap_or_default();
+            let name = author
+                .require("name")
+                .and_then(|n| n.string())
+                .unwrap_or_default();
             let email = author.take("email").and_then(|n| n.string());
             package.authors.push(Author { name, email });
             author.finish();
@@ -369,12 +390,17 @@ fn read_environment(node: &Node<'_>) -> EnvironmentConfig {
     environment.memory_mb = take_size(&mut table, "memory_mb", "memory");
     environment.storage_mb = take_size(&mut table, "storage_mb", "storage");
     environment.gpus = table.take("gpus").and_then(|n| n.integer());
-    environment.gpu_types = table.take("gpu_types").and_then(|n| n.strings()).unwrap_or_default();
+    environment.gpu_types = table
+        .take("gpu_types")
+        .and_then(|n| n.strings())
+        .unwrap_or_default();
     environment.tpu = table.take("tpu").and_then(|n| sections::read_tpu(&n));
     environment.mcp_servers = sections::take_mcp_servers(&mut table);
     environment.env = take_env(&mut table);
     environment.skills_dir = table.take("skills_dir").and_then(|n| n.string());
-    environment.healthcheck = table.take("healthcheck").and_then(|n| sections::read_healthcheck(&n));
+    environment.healthcheck = table
+        .take("healthcheck")
+        .and_then(|n| sections::read_healthcheck(&n));
     environment.workdir = table.take("workdir").and_then(|n| n.string());
     // The old switch counts only where neither of the fields that replaced it is written.
     let explicit = table.has("network_mode") || table.has("allowed_hosts");
@@ -382,7 +408,11 @@ fn read_environment(node: &Node<'_>) -> EnvironmentConfig {
     if let Some(node) = table.take("allow_internet") {
         node.warn("is the old form of network_mode");
         if let (Some(allowed), false) = (node.boolean(), explicit) {
-            environment.network.mode = Some(if allowed { NetworkMode::Public } else { NetworkMode::NoNetwork });
+            environment.network.mode = Some(if allowed {
+                NetworkMode::Public
+            } else {
+                NetworkMode::NoNetwork
+            });
         }
     }
     table.finish();

@@ -56,6 +56,9 @@ mod tests {
         assert_eq!(resolve("${UNSET:-}").unwrap(), "");
         assert_eq!(resolve("pre-${SET}").unwrap(), "pre-${SET}");
         let error = resolve("${UNSET}").unwrap_err().to_string();
-        assert!(error.contains("verifier.env.K") && error.contains("UNSET"), "{error}");
+        assert!(
+            error.contains("verifier.env.K") && error.contains("UNSET"),
+            "{error}"
+        );
     }
 }

@@ -3,15 +3,22 @@
 /// True for names of variables and headers that carry a credential.
 fn is_sensitive(name: &str) -> bool {
     let name = name.to_ascii_uppercase();
-    ["KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH"].iter().any(|word| name.contains(word))
-        || name.match_indices("TOKEN").any(|(at, word)| !name[at + word.len()..].starts_with('S'))
+    ["KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH"]
+        .iter()
+        .any(|word| name.contains(word))
+        || name
+            .match_indices("TOKEN")
+            .any(|(at, word)| !name[at + word.len()..].starts_with('S'))
 }
 
 /// One piece of a header value.
 enum Piece<'a> {
     Text(&'a str),
     /// `${NAME}` or `${NAME:-default}`.
-    Variable { name: &'a str, default: Option<&'a str> },
+    Variable {
+        name: &'a str,
+        default: Option<&'a str>,
+    },
 }
 
 fn pieces(value: &str) -> Vec<Piece<'_>> {
@@ -75,8 +82,12 @@ pub(super) fn check(name: &str, value: &str) -> Result<(), String> {
 
 /// An optional scheme word, then variables joined by nothing but spaces, `:` and `-`.
 fn is_reference(pieces: &[Piece<'_>]) -> bool {
-    let first = pieces.iter().position(|piece| matches!(piece, Piece::Variable { .. }));
-    let last = pieces.iter().rposition(|piece| matches!(piece, Piece::Variable { .. }));
+    let first = pieces
+        .iter()
+        .position(|piece| matches!(piece, Piece::Variable { .. }));
+    let last = pieces
+        .iter()
+        .rposition(|piece| matches!(piece, Piece::Variable { .. }));
     let (Some(first), Some(last)) = (first, last) else {
         return false;
     };

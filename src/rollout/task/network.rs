@@ -69,7 +69,8 @@ pub(super) fn take_policy(fields: &mut Fields<'_>, default: Option<NetworkMode>)
 
 /// Checks an entry and gives its normal form.
 fn normalize_host(entry: &str) -> Result<String, &'static str> {
-    const NOT_A_HOST: &str = "must be a host name, an address or an address range, without scheme, port or path";
+    const NOT_A_HOST: &str =
+        "must be a host name, an address or an address range, without scheme, port or path";
     let host = entry.trim().to_lowercase();
     let host = host.trim_end_matches('.');
     if host.is_empty() {
@@ -86,7 +87,7 @@ fn normalize_host(entry: &str) -> Result<String, &'static str> {
         return Err(NOT_A_HOST);
     }
     let name = match host.strip_prefix("*.") {
-        Some(suffix) if suffix.is_empty() => return Err("needs a host name after `*.`"),
+        Some("") => return Err("needs a host name after `*.`"),
         Some(suffix) if suffix.parse::<Ipv4Addr>().is_ok() => {
             return Err("`*.` goes before a host name, not before an address")
         }
@@ -136,7 +137,11 @@ fn network(text: &str) -> Option<String> {
         _ => return None,
     };
     let host_bits = width.checked_sub(length)?;
-    let host_mask = if host_bits == 128 { u128::MAX } else { (1 << host_bits) - 1 };
+    let host_mask = if host_bits == 128 {
+        u128::MAX
+    } else {
+        (1 << host_bits) - 1
+    };
     (bits & host_mask == 0).then(|| format!("{address}/{length}"))
 }
 

@@ -86,10 +86,20 @@ impl<'a> Findings<'a> {
 
     fn line_of(&self, offset: usize) -> usize {
         let end = offset.min(self.text.len());
-        self.text.as_bytes()[..end].iter().filter(|b| **b == b'\n').count() + 1
+        self.text.as_bytes()[..end]
+            .iter()
+            .filter(|b| **b == b'\n')
+            .count()
+            + 1
     }
 
-    pub(super) fn push(&self, severity: Severity, span: Range<usize>, field: &str, problem: impl Into<String>) {
+    pub(super) fn push(
+        &self,
+        severity: Severity,
+        span: Range<usize>,
+        field: &str,
+        problem: impl Into<String>,
+    ) {
         self.list.borrow_mut().push(Finding {
             severity,
             file: self.file.to_owned(),
@@ -304,13 +314,12 @@ impl<'d> Node<'d> {
         match self.value {
             DeValue::String(s) => Value::from(s.as_ref()),
             DeValue::Integer(i) => integer(i).map_or_else(|| Value::from(i.to_string()), Value::from),
-            DeValue::Float(f) => {
-                f.as_str()
-                    .parse::<f64>()
-                    .ok()
-                    .and_then(serde_json::Number::from_f64)
-                    .map_or_else(|| Value::from(f.as_str()), Value::Number)
-            }
+            DeValue::Float(f) => f
+                .as_str()
+                .parse::<f64>()
+                .ok()
+                .and_then(serde_json::Number::from_f64)
+                .map_or_else(|| Value::from(f.as_str()), Value::Number),
             DeValue::Boolean(b) => Value::from(*b),
             DeValue::Datetime(d) => Value::from(d.to_string()),
             DeValue::Array(_) => self.list().into_iter().flatten().map(|n| n.json()).collect(),
@@ -348,9 +357,12 @@ impl<'d> Node<'d> {
 
     pub(super) fn fields(&self) -> Option<Fields<'d>> {
         match self.value {
-            DeValue::Table(table) => {
-                Some(Fields::new(self.findings, self.path.clone(), self.span.clone(), table))
-            }
+            DeValue::Table(table) => Some(Fields::new(
+                self.findings,
+                self.path.clone(),
+                self.span.clone(),
+                table,
+            )),
             _ => {
                 self.wrong_type("a table");
                 None
@@ -427,7 +439,9 @@ impl<'d> Fields<'d> {
                 .map(|known| (strsim::damerau_levenshtein(known, name), known))
                 .min()
                 .filter(|(distance, _)| *distance <= 3);
-            let hint = nearest.map_or_else(String::new, |(_, known)| format!("; the nearest one is `{known}`"));
+            let hint = nearest.map_or_else(String::new, |(_, known)| {
+                format!("; the nearest one is `{known}`")
+            });
             self.findings.push(
                 Severity::Warning,
                 span.clone(),

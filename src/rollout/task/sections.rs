@@ -121,10 +121,13 @@ pub(super) fn read_tpu(node: &Node<'_>) -> Option<Tpu> {
     let topology = table.require("topology").and_then(|n| {
         let text = n.string()?.trim().to_owned();
         let axes: Vec<_> = text.split('x').collect();
-        let is_axis =
-            |axis: &&str| axis.bytes().all(|b| b.is_ascii_digit()) && !axis.is_empty() && !axis.starts_with('0');
+        let is_axis = |axis: &&str| {
+            axis.bytes().all(|b| b.is_ascii_digit()) && !axis.is_empty() && !axis.starts_with('0')
+        };
         if axes.len() < 2 || !axes.iter().all(is_axis) {
-            n.error(format!("is `{text}`; it must be sizes joined by `x`, such as 2x4"));
+            n.error(format!(
+                "is `{text}`; it must be sizes joined by `x`, such as 2x4"
+            ));
         }
         Some(text)
     });
@@ -136,15 +139,31 @@ pub(super) fn read_tpu(node: &Node<'_>) -> Option<Tpu> {
 }
 
 pub(super) fn take_mcp_servers(fields: &mut Fields<'_>) -> Vec<McpServer> {
-    let items = fields.take("mcp_servers").and_then(|n| n.list()).unwrap_or_default();
+    let items = fields
+        .take("mcp_servers")
+        .and_then(|n| n.list())
+        .unwrap_or_default();
     items.iter().filter_map(read_mcp_server).collect()
 }
 
 fn read_mcp_server(node: &Node<'_>) -> Option<McpServer> {
     let mut table = node.fields()?;
     let name = table.require("name").and_then(|n| n.string()).unwrap_or_default();
-    let transport = take_choice(&mut table, "transport", &["stdio", "sse", "streamable-http", "http"])
-        .map_or_else(|| "sse".to_owned(), |t| if t == "http" { "streamable-http".to_owned() } else { t });
+    let transport = take_choice(
+        &mut table,
+        "transport",
+        &["stdio", "sse", "streamable-http", "http"],
+    )
+    .map_or_else(
+        || "sse".to_owned(),
+        |t| {
+            if t == "http" {
+                "streamable-http".to_owned()
+            } else {
+                t
+            }
+        },
+    );
     let url = table.take("url").and_then(|n| n.string());
     let command = table.take("command").and_then(|n| n.string());
     let args = table.take("args").and_then(|n| n.strings()).unwrap_or_default();
@@ -195,7 +214,10 @@ fn service_name(node: &Node<'_>) -> Option<String> {
 }
 
 pub(super) fn take_artifacts(fields: &mut Fields<'_>) -> Vec<Artifact> {
-    let items = fields.take("artifacts").and_then(|n| n.list()).unwrap_or_default();
+    let items = fields
+        .take("artifacts")
+        .and_then(|n| n.list())
+        .unwrap_or_default();
     items.iter().filter_map(read_artifact).collect()
 }
 
@@ -227,7 +249,10 @@ fn read_artifact(node: &Node<'_>) -> Option<Artifact> {
         }
         Some(path)
     });
-    let exclude = table.take("exclude").and_then(|n| n.strings()).unwrap_or_default();
+    let exclude = table
+        .take("exclude")
+        .and_then(|n| n.strings())
+        .unwrap_or_default();
     let service = table.take("service").and_then(|n| service_name(&n));
     if let (Some(source), Some(service)) = (&source, &service) {
         if service != MAIN_SERVICE && !is_absolute(source) {
@@ -287,7 +312,10 @@ pub(super) fn take_collect(fields: &mut Fields<'_>) -> Vec<CollectHook> {
         .filter_map(|node| {
             let mut table = node.fields()?;
             let hook = CollectHook {
-                command: table.require("command").and_then(|n| n.string()).unwrap_or_default(),
+                command: table
+                    .require("command")
+                    .and_then(|n| n.string())
+                    .unwrap_or_default(),
                 service: table
                     .take("service")
                     .and_then(|n| service_name(&n))
@@ -312,7 +340,9 @@ pub(super) fn read_steps(items: &[Node<'_>]) -> Vec<StepConfig> {
                 n.error(format!("is `{name}`; {problem}"));
             }
             if !seen.insert(name.to_lowercase()) {
-                n.error(format!("`{name}` is used by an earlier step (case does not count)"));
+                n.error(format!(
+                    "`{name}` is used by an earlier step (case does not count)"
+                ));
             }
             Some(name)
         });
@@ -326,7 +356,8 @@ pub(super) fn read_steps(items: &[Node<'_>]) -> Vec<StepConfig> {
             if n.is_table() {
                 n.float_map()
             } else {
-                n.float().map(|reward| BTreeMap::from([("reward".to_owned(), reward)]))
+                n.float()
+                    .map(|reward| BTreeMap::from([("reward".to_owned(), reward)]))
             }
         });
         let healthcheck = table.take("healthcheck").and_then(|n| read_healthcheck(&n));
@@ -346,19 +377,29 @@ pub(super) fn read_steps(items: &[Node<'_>]) -> Vec<StepConfig> {
 
 /// A step name is one folder name on every operating system.
 fn check_step_name(name: &str) -> Result<(), &'static str> {
-    let stem = name.split('.').next().unwrap_or_default().trim_end_matches(' ').to_uppercase();
+    let stem = name
+        .split('.')
+        .next()
+        .unwrap_or_default()
+        .trim_end_matches(' ')
+        .to_uppercase();
     let numbered = |prefix: &str| {
         stem.strip_prefix(prefix)
             .is_some_and(|n| n.chars().count() == 1 && n.chars().all(|c| "123456789¹²³".contains(c)))
     };
-    let is_device = matches!(stem.as_str(), "CON" | "PRN" | "AUX" | "NUL" | "CONIN$" | "CONOUT$")
-        || numbered("COM")
+    let is_device = matches!(
+        stem.as_str(),
+        "CON" | "PRN" | "AUX" | "NUL" | "CONIN$" | "CONOUT$"
+    ) || numbered("COM")
         || numbered("LPT");
     if name.trim().is_empty() {
         Err("it must not be empty")
     } else if name == "." || name == ".." || name.ends_with(['.', ' ']) {
         Err("it must not end with a dot or a space")
-    } else if name.chars().any(|c| "<>:\"/\\|?*\u{7f}".contains(c) || (c as u32) < 0x20) {
+    } else if name
+        .chars()
+        .any(|c| "<>:\"/\\|?*\u{7f}".contains(c) || (c as u32) < 0x20)
+    {
         Err("it must be a plain folder name without < > : \" / \\ | ? * or control characters")
     } else if is_device {
         Err("it is the name of a device on Windows")

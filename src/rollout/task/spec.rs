@@ -108,8 +108,9 @@ impl TaskSpec {
         let text = read_required(&file, "every task folder needs one")?;
         let (config, mut findings) = TaskConfig::parse(&file.display().to_string(), &text);
         unsupported(&config, &file, &mut findings);
-        let (warnings, errors): (Vec<_>, Vec<_>) =
-            findings.into_iter().partition(|f| f.severity == Severity::Warning);
+        let (warnings, errors): (Vec<_>, Vec<_>) = findings
+            .into_iter()
+            .partition(|f| f.severity == Severity::Warning);
         if !errors.is_empty() {
             return Err(TaskError::Invalid { findings: errors });
         }
@@ -125,8 +126,13 @@ impl TaskSpec {
         }
         check_folders(&dir, &config)?;
 
-        let folder_name = dir.file_name().map_or_else(|| "task".into(), |n| n.to_string_lossy());
-        let name = config.task.as_ref().map_or_else(|| folder_name.into_owned(), |t| t.name.clone());
+        let folder_name = dir
+            .file_name()
+            .map_or_else(|| "task".into(), |n| n.to_string_lossy());
+        let name = config
+            .task
+            .as_ref()
+            .map_or_else(|| folder_name.into_owned(), |t| t.name.clone());
         let family = config
             .metadata
             .get("family")
@@ -319,39 +325,90 @@ fn unsupported(config: &TaskConfig, file: &Path, findings: &mut Vec<Finding>) {
         "artifacts",
         "has no effect: artifacts are not collected",
     );
+    find(
+        Severity::Warning,
+        config.environment.docker_image.is_some(),
+        "environment.docker_image",
+        "is not pulled by the process backend: its root is that of this machine, or SANDBOX_ROOTFS",
+    );
     let mut refuse = |condition, field, problem| find(Severity::Unsupported, condition, field, problem);
     let not_seconds = |value: f64| !(value.is_finite() && value > 0.0 && value < 1e9);
     let environment = &config.environment;
-    refuse(!config.steps.is_empty(), "steps", "tasks of several steps are not run");
-    refuse(environment.os != "linux", "environment.os", "only linux tasks are run");
+    refuse(
+        !config.steps.is_empty(),
+        "steps",
+        "tasks of several steps are not run",
+    );
+    refuse(
+        environment.os != "linux",
+        "environment.os",
+        "only linux tasks are run",
+    );
     refuse(
         config.verifier.is_separate(),
         "verifier.environment_mode",
         "a separate verifier environment is not run; the tests run in the agent's sandbox",
     );
-    refuse(!config.verifier.collect.is_empty(), "verifier.collect", "collect hooks are not run");
-    refuse(environment.gpus.is_some_and(|n| n > 0), "environment.gpus", "sandboxes have no GPU");
-    refuse(environment.tpu.is_some(), "environment.tpu", "sandboxes have no TPU");
+    refuse(
+        !config.verifier.collect.is_empty(),
+        "verifier.collect",
+        "collect hooks are not run",
+    );
+    refuse(
+        environment.gpus.is_some_and(|n| n > 0),
+        "environment.gpus",
+        "sandboxes have no GPU",
+    );
+    refuse(
+        environment.tpu.is_some(),
+        "environment.tpu",
+        "sandboxes have no TPU",
+    );
     refuse(
         !environment.mcp_servers.is_empty(),
         "environment.mcp_servers",
         "MCP servers are not offered to the agent",
     );
-    refuse(environment.skills_dir.is_some(), "environment.skills_dir", "skills are not offered to the agent");
-    refuse(environment.healthcheck.is_some(), "environment.healthcheck", "health checks are not run");
+    refuse(
+        environment.skills_dir.is_some(),
+        "environment.skills_dir",
+        "skills are not offered to the agent",
+    );
+    refuse(
+        environment.healthcheck.is_some(),
+        "environment.healthcheck",
+        "health checks are not run",
+    );
+    refuse(
+        config
+            .agent
+            .user
+            .as_deref()
+            .is_some_and(|user| user != "root" && user != "0"),
+        "agent.user",
+        "agents run as root of their sandbox",
+    );
     let no_seconds = "must be a positive number of seconds";
     refuse(
         config.agent.timeout_sec.is_some_and(not_seconds),
         "agent.timeout_sec",
         no_seconds,
     );
-    refuse(not_seconds(config.verifier.timeout_sec), "verifier.timeout_sec", no_seconds);
+    refuse(
+        not_seconds(config.verifier.timeout_sec),
+        "verifier.timeout_sec",
+        no_seconds,
+    );
     refuse(
         not_seconds(environment.build_timeout_sec),
         "environment.build_timeout_sec",
         no_seconds,
     );
-    refuse(environment.cpus.is_some_and(|n| n <= 0.0), "environment.cpus", "must be above 0");
+    refuse(
+        environment.cpus.is_some_and(|n| n <= 0.0),
+        "environment.cpus",
+        "must be above 0",
+    );
     for (field, size) in [
         ("environment.memory_mb", environment.memory_mb),
         ("environment.storage_mb", environment.storage_mb),

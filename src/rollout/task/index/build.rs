@@ -2,9 +2,7 @@
 
 use super::super::{check_tasks, find_tasks, TaskSpec};
 use super::IndexError;
-use arrow::array::{
-    ArrayRef, Int64Array, ListArray, NullArray, RecordBatch, StringArray, StructArray,
-};
+use arrow::array::{ArrayRef, Int64Array, ListArray, NullArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Schema};
 use parquet::arrow::ArrowWriter;
@@ -57,12 +55,16 @@ impl fmt::Display for IndexReport {
 /// Name of the held-out file beside a training file: a stem `train`, `…_train` or `…-train` becomes `val`,
 /// `…_val`, `…-val`; any other stem gets `_val` appended.
 pub fn val_sibling(train_file: &Path) -> PathBuf {
-    let stem = train_file.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned());
+    let stem = train_file
+        .file_stem()
+        .map_or_else(String::new, |s| s.to_string_lossy().into_owned());
     let sibling = match stem.strip_suffix("train") {
         Some(head) if head.is_empty() || head.ends_with(['_', '-', '.']) => format!("{head}val"),
         _ => format!("{stem}_val"),
     };
-    let extension = train_file.extension().map_or_else(|| "parquet".into(), |e| e.to_string_lossy());
+    let extension = train_file
+        .extension()
+        .map_or_else(|| "parquet".into(), |e| e.to_string_lossy());
     train_file.with_file_name(format!("{sibling}.{extension}"))
 }
 
@@ -190,7 +192,10 @@ fn write_rows(file: &Path, tasks: &[&TaskSpec], split: &str) -> Result<(), Index
         source,
     };
     let batch = to_batch(tasks, split).map_err(|e| parquet(e.into()))?;
-    let parent = file.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = file
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(io)?;
     // Readers see the old file or the new one, never a part.
     let mut name = file.file_name().unwrap_or_default().to_owned();
@@ -198,7 +203,9 @@ fn write_rows(file: &Path, tasks: &[&TaskSpec], split: &str) -> Result<(), Index
     let part = file.with_file_name(name);
     let write = || -> Result<(), IndexError> {
         let handle = File::create(&part).map_err(io)?;
-        let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+        let properties = WriterProperties::builder()
+            .set_compression(Compression::SNAPPY)
+            .build();
         let mut writer = ArrowWriter::try_new(&handle, batch.schema(), Some(properties)).map_err(parquet)?;
         writer.write(&batch).map_err(parquet)?;
         writer.close().map_err(parquet)?;
@@ -243,13 +250,20 @@ fn to_batch(tasks: &[&TaskSpec], split: &str) -> Result<RecordBatch, arrow::erro
         ),
     ]);
     let extra_info = group(vec![
-        ("index", Arc::new(Int64Array::from_iter_values(0..tasks.len() as i64))),
+        (
+            "index",
+            Arc::new(Int64Array::from_iter_values(0..tasks.len() as i64)),
+        ),
         ("split", texts(&|_| split.to_owned())),
         ("task_name", texts(&|t| t.name.clone())),
         ("harbor_task_path", texts(&path)),
         (
             "instance_id",
-            texts(&|t| t.dir.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned())),
+            texts(&|t| {
+                t.dir
+                    .file_name()
+                    .map_or_else(String::new, |n| n.to_string_lossy().into_owned())
+            }),
         ),
         ("data_source", constant("harbor")),
         ("family", texts(&|t| t.family.clone())),

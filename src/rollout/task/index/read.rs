@@ -1,7 +1,8 @@
 //! Parquet rows into [`IndexRow`]s, whatever wrote them.
 
 use super::{IndexError, IndexRow};
-use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StringArray, StructArray};
+use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StringArray};
+use arrow::buffer::NullBuffer;
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field};
 use parquet::arrow::{arrow_reader::ParquetRecordBatchReaderBuilder, ProjectionMask};
@@ -23,7 +24,12 @@ pub(super) fn read_rows(file: &Path) -> Result<Vec<IndexRow>, IndexError> {
         source,
     })?;
     let builder = ParquetRecordBatchReaderBuilder::try_new(open).map_err(parquet)?;
-    let names: Vec<_> = builder.schema().fields().iter().map(|f| f.name().clone()).collect();
+    let names: Vec<_> = builder
+        .schema()
+        .fields()
+        .iter()
+        .map(|f| f.name().clone())
+        .collect();
     if !names.iter().any(|n| n == "prompt" || n == "extra_info") {
         return Err(IndexError::Schema {
             file: file.to_owned(),
@@ -65,8 +71,16 @@ fn read_batch(
         .map(|c| strings(c, "data_source"))
         .transpose()
         .map_err(schema)?;
-    let extra = batch.column_by_name("extra_info").map(ExtraInfo::new).transpose().map_err(schema)?;
-    let prompt = batch.column_by_name("prompt").map(Prompt::new).transpose().map_err(schema)?;
+    let extra = batch
+        .column_by_name("extra_info")
+        .map(ExtraInfo::new)
+        .transpose()
+        .map_err(schema)?;
+    let prompt = batch
+        .column_by_name("prompt")
+        .map(Prompt::new)
+        .transpose()
+        .map_err(schema)?;
 
     for i in 0..batch.num_rows() {
         let error = |problem: String| IndexError::Row {
@@ -74,10 +88,20 @@ fn read_batch(
             row: rows.len(),
             problem,
         };
-        let info = extra.as_ref().map(|e| e.row(i)).transpose().map_err(error)?.unwrap_or_default();
+        let info = extra
+            .as_ref()
+            .map(|e| e.row(i))
+            .transpose()
+            .map_err(error)?
+            .unwrap_or_default();
         let named = match info.harbor_task_path.or(info.task_path) {
             Some(path) => Some(path),
-            None => prompt.as_ref().map(|p| p.first_content(i)).transpose().map_err(error)?.flatten(),
+            None => prompt
+                .as_ref()
+                .map(|p| p.first_content(i))
+                .transpose()
+                .map_err(error)?
+                .flatten(),
         };
         let named = named.ok_or_else(|| {
             error(
@@ -113,7 +137,10 @@ fn strings(column: &ArrayRef, name: &str) -> Result<StringArray, String> {
         other => is_text(other),
     };
     if !accepted {
-        return Err(format!("column `{name}` holds {} instead of strings", column.data_type()));
+        return Err(format!(
+            "column `{name}` holds {} instead of strings",
+            column.data_type()
+        ));
     }
     let plain = cast(column, &DataType::Utf8).map_err(|e| format!("column `{name}`: {e}"))?;
     Ok(plain.as_string::<i32>().clone())
@@ -135,8 +162,8 @@ struct Info {
 /// `extra_info`, as a struct or as JSON text.
 enum ExtraInfo {
     Struct {
-        nulls: StructArray,
-        fields: [Option<StringArray>; 4],
+        nulls: Option<NullBuffer>,
+        fields: Box<[Option<StringArray>; 4]>,
     },
     Json(StringArray),
 }
@@ -147,7 +174,10 @@ impl ExtraInfo {
     fn new(column: &ArrayRef) -> Result<Self, String> {
         let Some(fields) = column.as_struct_opt() else {
             return strings(column, "extra_info").map(Self::Json).map_err(|_| {
-                format!("column `extra_info` holds {} instead of a struct", column.data_type())
+                format!(
+                    "column `extra_info` holds {} instead of a struct",
+                    column.data_type()
+                )
             });
         };
         let mut found = [None, None, None, None];
@@ -158,8 +188,8 @@ impl ExtraInfo {
                 .transpose()?;
         }
         Ok(Self::Struct {
-            nulls: fields.clone(),
-            fields: found,
+            nulls: fields.nulls().cloned(),
+            fields: Box::new(found),
         })
     }
 
@@ -174,16 +204,20 @@ impl ExtraInfo {
             }
         };
         match self {
-            Self::Struct { nulls, .. } if nulls.is_null(row) => Ok(Info::default()),
+            Self::Struct {
+                nulls: Some(nulls), ..
+            } if nulls.is_null(row) => Ok(Info::default()),
             Self::Struct { fields, .. } => Ok(take(
-                fields.each_ref().map(|field| field.as_ref().and_then(|c| text(c, row))),
+                fields
+                    .each_ref()
+                    .map(|field| field.as_ref().and_then(|c| text(c, row))),
             )),
             Self::Json(column) => {
                 let Some(json) = text(column, row) else {
                     return Ok(Info::default());
                 };
-                let value: serde_json::Value =
-                    serde_json::from_str(&json).map_err(|e| format!("extra_info is text and not JSON: {e}"))?;
+                let value: serde_json::Value = serde_json::from_str(&json)
+                    .map_err(|e| format!("extra_info is text and not JSON: {e}"))?;
                 Ok(take(INFO_FIELDS.map(|name| {
                     value[name].as_str().filter(|s| !s.is_empty()).map(str::to_owned)
                 })))
@@ -223,7 +257,10 @@ impl Prompt {
         };
         let lists = lists.as_list::<i32>();
         let messages = lists.values().as_struct_opt().ok_or_else(|| {
-            format!("column `prompt` holds lists of {} instead of messages", lists.value_type())
+            format!(
+                "column `prompt` holds lists of {} instead of messages",
+                lists.value_type()
+            )
         })?;
         let contents = messages
             .column_by_name("content")

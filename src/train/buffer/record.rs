@@ -1,0 +1,529 @@
+//! One record of a shard: how a trial's end becomes bytes and back.
+//!
+//! Everything is little-endian; records start at multiples of 8 bytes.
+//!
+//! ```text
+//! header, 48 bytes
+//!   0  u32 mark            RECORD_MARK
+//!   4  u32 body_len        bytes of the body, without padding
+//!   8  u64 group
+//!  16  u64 durable_before  shard length known to be on disk when this record was written
+//!  24  u32 sample
+//!  28  u32 attempt
+//!  32  u32 start_version   weight version when the group's first trial was admitted
+//!  36  u32 kind            1 finished, 2 dropped
+//!  40  u32 body_crc        CRC-32 of the body
+//!  44  u32 header_crc      CRC-32 of bytes 0..44
+//! body, sections one after the other, each padded to 8 bytes
+//!   u32 section, u32 sequence, u64 length, bytes
+//! padding to 8 bytes
+//! ```
+//!
+//! Sections of a finished trial: `META` (text, reward, timing, one line per sequence), then per
+//! sequence `IDS` (u32), `LOGPROBS` (f32), `VERSIONS` (runs of u32 count, u32 version) and `MASK` (one
+//! bit a token, low bit first). Section numbers from 16 on are for expert routing; this format version
+//! writes none, and a reader that meets a section it does not know refuses the record.
+//! A dropped trial has `META` alone.
+
+use crate::base::{
+    DropReason, GroupId, Purpose, StopReason, TokenSequence, Trajectory, TrialEnd, TrialKey, TrialOutcome,
+    TrialTiming,
+};
+use std::collections::BTreeMap;
+
+pub(super) const RECORD_MARK: u32 = 0x4352_4c2e; // ".LRC"
+pub(super) const HEADER_BYTES: usize = 48;
+/// A body never reaches this: token counts are u32 and a trial has few sequences.
+pub(super) const BODY_BYTES_MAX: usize = u32::MAX as usize - 64;
+
+const KIND_FINISHED: u32 = 1;
+const KIND_DROPPED: u32 = 2;
+
+const META: u32 = 1;
+const IDS: u32 = 2;
+const LOGPROBS: u32 = 3;
+const VERSIONS: u32 = 4;
+const MASK: u32 = 5;
+
+/// What a record's header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RecordHeader {
+    pub body_len: u32,
+    pub group: u64,
+    pub durable_before: u64,
+    pub sample: u32,
+    pub attempt: u32,
+    pub start_version: u32,
+    pub kind: u32,
+    pub body_crc: u32,
+}
+
+impl RecordHeader {
+    /// The header in `bytes`, or `None` when its mark or checksum is wrong.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; HEADER_BYTES] = bytes.get(..HEADER_BYTES)?.try_into().ok()?;
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+        if word(0) != RECORD_MARK || word(44) != crc32fast::hash(&bytes[..44]) {
+            return None;
+        }
+        Some(Self {
+            body_len: word(4),
+            group: long(8),
+            durable_before: long(16),
+            sample: word(24),
+            attempt: word(28),
+            start_version: word(32),
+            kind: word(36),
+            body_crc: word(40),
+        })
+    }
+
+    fn write(&self, out: &mut [u8]) {
+        out[0..4].copy_from_slice(&RECORD_MARK.to_le_bytes());
+        out[4..8].copy_from_slice(&self.body_len.to_le_bytes());
+        out[8..16].copy_from_slice(&self.group.to_le_bytes());
+        out[16..24].copy_from_slice(&self.durable_before.to_le_bytes());
+        for (at, word) in [
+            (24, self.sample),
+            (28, self.attempt),
+            (32, self.start_version),
+            (36, self.kind),
+            (40, self.body_crc),
+        ] {
+            out[at..at + 4].copy_from_slice(&word.to_le_bytes());
+        }
+        let crc = crc32fast::hash(&out[..44]);
+        out[44..48].copy_from_slice(&crc.to_le_bytes());
+    }
+
+    /// Bytes from this record's start to the next one's.
+    pub fn record_bytes(&self) -> u64 {
+        HEADER_BYTES as u64 + padded(self.body_len as usize) as u64
+    }
+
+    pub fn key(&self) -> TrialKey {
+        TrialKey {
+            purpose: Purpose::Train,
+            group: GroupId(self.group),
+            sample: self.sample,
+        }
+    }
+
+    pub fn is_finished(&self) -> bool {
+        self.kind == KIND_FINISHED
+    }
+}
+
+/// Sets the field that only the writer knows, once the record's place in the shard is decided.
+pub(super) fn set_durable_before(record: &mut [u8], durable_before: u64) {
+    record[16..24].copy_from_slice(&durable_before.to_le_bytes());
+    let crc = crc32fast::hash(&record[..44]);
+    record[44..48].copy_from_slice(&crc.to_le_bytes());
+}
+
+fn padded(len: usize) -> usize {
+    len.next_multiple_of(8)
+}
+
+/// The whole record with padding. The text of an error names what cannot be stored.
+pub(super) fn encode(end: &TrialEnd, start_version: u32) -> Result<Vec<u8>, String> {
+    let mut out = Encoder(vec![0; HEADER_BYTES]);
+    let (kind, attempt) = match end {
+        TrialEnd::Finished(trajectory) => {
+            encode_finished(&mut out, trajectory)?;
+            (KIND_FINISHED, trajectory.attempt)
+        }
+        TrialEnd::Dropped {
+            attempt,
+            task,
+            reason,
+            detail,
+            ..
+        } => {
+            out.section(META, 0, |out| {
+                out.text(task)?;
+                out.text(detail)?;
+                out.u32(drop_code(*reason));
+                Ok(())
+            })?;
+            (KIND_DROPPED, *attempt)
+        }
+    };
+    let mut bytes = out.0;
+    let body_len = bytes.len() - HEADER_BYTES;
+    if body_len > BODY_BYTES_MAX {
+        return Err(format!(
+            "the trial has {body_len} bytes and a record holds {BODY_BYTES_MAX}"
+        ));
+    }
+    let key = end.key();
+    let header = RecordHeader {
+        body_len: body_len as u32,
+        group: key.group.0,
+        durable_before: 0,
+        sample: key.sample,
+        attempt,
+        start_version,
+        kind,
+        body_crc: crc32fast::hash(&bytes[HEADER_BYTES..]),
+    };
+    header.write(&mut bytes[..HEADER_BYTES]);
+    bytes.resize(padded(bytes.len()), 0);
+    Ok(bytes)
+}
+
+fn encode_finished(out: &mut Encoder, t: &Trajectory) -> Result<(), String> {
+    for (i, sequence) in t.sequences.iter().enumerate() {
+        sequence
+            .check()
+            .map_err(|problem| format!("sequence {i}: {problem}"))?;
+        if sequence.len() > u32::MAX as usize {
+            return Err(format!("sequence {i} has {} tokens", sequence.len()));
+        }
+    }
+    out.0
+        .reserve(t.sequences.iter().map(|s| s.len() * 9 + 256).sum::<usize>() + 512);
+    out.section(META, 0, |out| {
+        out.text(&t.task)?;
+        out.text(&t.session)?;
+        out.u32(stop_code(t.outcome.stop));
+        out.f64(t.outcome.reward);
+        out.u32(t.outcome.rewards.len() as u32);
+        for (name, value) in &t.outcome.rewards {
+            out.text(name)?;
+            out.f64(*value);
+        }
+        out.u32(t.turns);
+        out.u32(t.malformed_tool_calls);
+        let TrialTiming {
+            env_setup,
+            agent_setup,
+            agent_execute,
+            verifier,
+            total,
+            model_inference,
+        } = t.timing;
+        for secs in [
+            env_setup,
+            agent_setup,
+            agent_execute,
+            verifier,
+            total,
+            model_inference,
+        ] {
+            out.f64(secs);
+        }
+        out.u32(t.sequences.len() as u32);
+        for sequence in &t.sequences {
+            out.u32(sequence.len() as u32);
+            out.u32(sequence.prompt_len);
+            out.u32(sequence.weight.to_bits());
+        }
+        Ok(())
+    })?;
+    for (i, sequence) in t.sequences.iter().enumerate() {
+        let i = i as u32;
+        out.section(IDS, i, |out| {
+            out.words(sequence.token_ids.iter().copied());
+            Ok(())
+        })?;
+        out.section(LOGPROBS, i, |out| {
+            out.words(sequence.logprobs.iter().map(|p| p.to_bits()));
+            Ok(())
+        })?;
+        out.section(VERSIONS, i, |out| {
+            for run in sequence.versions.chunk_by(|a, b| a == b) {
+                out.u32(run.len() as u32);
+                out.u32(run[0]);
+            }
+            Ok(())
+        })?;
+        out.section(MASK, i, |out| {
+            out.0.extend(sequence.loss_mask.chunks(8).map(|bits| {
+                bits.iter()
+                    .enumerate()
+                    .fold(0u8, |byte, (i, bit)| byte | u8::from(*bit) << i)
+            }));
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// The trial end in `body`, which belongs to `header` and whose checksum is right.
+pub(super) fn decode(header: &RecordHeader, body: &[u8]) -> Result<TrialEnd, String> {
+    let mut rest = Decoder(body);
+    let (mut meta, section, _) = rest.section()?;
+    if section != META {
+        return Err(format!(
+            "the body starts with section {section} instead of {META}"
+        ));
+    }
+    match header.kind {
+        KIND_FINISHED => decode_finished(header, &mut meta, &mut rest).map(TrialEnd::Finished),
+        KIND_DROPPED => {
+            let (task, detail) = (meta.text()?, meta.text()?);
+            Ok(TrialEnd::Dropped {
+                key: header.key(),
+                attempt: header.attempt,
+                task,
+                reason: drop_reason(meta.u32()?)?,
+                detail,
+            })
+        }
+        other => Err(format!("record kind {other} is unknown to this program")),
+    }
+}
+
+/// The reason in the body of a dropped trial.
+pub(super) fn decode_drop_reason(header: &RecordHeader, body: &[u8]) -> Result<DropReason, String> {
+    match decode(header, body)? {
+        TrialEnd::Dropped { reason, .. } => Ok(reason),
+        TrialEnd::Finished(_) => Err("the record is a finished trial".to_owned()),
+    }
+}
+
+fn decode_finished(
+    header: &RecordHeader,
+    meta: &mut Decoder,
+    rest: &mut Decoder,
+) -> Result<Trajectory, String> {
+    let (task, session) = (meta.text()?, meta.text()?);
+    let stop = stop_reason(meta.u32()?)?;
+    let reward = meta.f64()?;
+    let mut rewards = BTreeMap::new();
+    for _ in 0..meta.u32()? {
+        let name = meta.text()?;
+        rewards.insert(name, meta.f64()?);
+    }
+    let (turns, malformed_tool_calls) = (meta.u32()?, meta.u32()?);
+    let timing = TrialTiming {
+        env_setup: meta.f64()?,
+        agent_setup: meta.f64()?,
+        agent_execute: meta.f64()?,
+        verifier: meta.f64()?,
+        total: meta.f64()?,
+        model_inference: meta.f64()?,
+    };
+    let count = meta.u32()? as usize;
+    let mut sequences = Vec::with_capacity(count.min(1024));
+    let mut lengths = Vec::with_capacity(count.min(1024));
+    for _ in 0..count {
+        lengths.push(meta.u32()? as usize);
+        sequences.push(TokenSequence {
+            prompt_len: meta.u32()?,
+            weight: f32::from_bits(meta.u32()?),
+            ..TokenSequence::default()
+        });
+    }
+    while !rest.0.is_empty() {
+        let (payload, section, index) = rest.section()?;
+        let (Some(sequence), Some(&len)) = (sequences.get_mut(index as usize), lengths.get(index as usize))
+        else {
+            return Err(format!("section {section} names sequence {index} of {count}"));
+        };
+        match section {
+            IDS => sequence.token_ids = payload.words().collect(),
+            LOGPROBS => sequence.logprobs = payload.words().map(f32::from_bits).collect(),
+            VERSIONS => {
+                let mut runs = payload.words();
+                while let (Some(count), Some(version)) = (runs.next(), runs.next()) {
+                    let filled = sequence.versions.len() + count as usize;
+                    if filled > len {
+                        return Err(format!("versions of sequence {index} exceed its {len} tokens"));
+                    }
+                    sequence.versions.resize(filled, version);
+                }
+            }
+            MASK => {
+                sequence.loss_mask = payload
+                    .0
+                    .iter()
+                    .flat_map(|byte| (0..8).map(move |i| byte >> i & 1 == 1))
+                    .take(len)
+                    .collect();
+            }
+            other => {
+                return Err(format!(
+                    "section {other} is unknown: the shard was written by a newer program"
+                ))
+            }
+        }
+    }
+    for (i, (sequence, len)) in sequences.iter().zip(&lengths).enumerate() {
+        if sequence.len() != *len {
+            return Err(format!(
+                "sequence {i} has {} ids instead of {len}",
+                sequence.len()
+            ));
+        }
+        sequence
+            .check()
+            .map_err(|problem| format!("sequence {i}: {problem}"))?;
+    }
+    Ok(Trajectory {
+        key: header.key(),
+        attempt: header.attempt,
+        task,
+        session,
+        outcome: TrialOutcome {
+            reward,
+            rewards,
+            stop,
+        },
+        sequences,
+        turns,
+        malformed_tool_calls,
+        timing,
+    })
+}
+
+struct Encoder(Vec<u8>);
+
+impl Encoder {
+    fn u32(&mut self, value: u32) {
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn f64(&mut self, value: f64) {
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn text(&mut self, text: &str) -> Result<(), String> {
+        let len = u32::try_from(text.len()).map_err(|_| format!("a text of {} bytes", text.len()))?;
+        self.u32(len);
+        self.0.extend_from_slice(text.as_bytes());
+        Ok(())
+    }
+
+    fn words(&mut self, words: impl ExactSizeIterator<Item = u32>) {
+        let start = self.0.len();
+        self.0.resize(start + 4 * words.len(), 0);
+        for (out, word) in self.0[start..].chunks_exact_mut(4).zip(words) {
+            out.copy_from_slice(&word.to_le_bytes());
+        }
+    }
+
+    fn section(
+        &mut self,
+        section: u32,
+        sequence: u32,
+        fill: impl FnOnce(&mut Self) -> Result<(), String>,
+    ) -> Result<(), String> {
+        self.u32(section);
+        self.u32(sequence);
+        let at = self.0.len();
+        self.0.extend_from_slice(&[0; 8]);
+        fill(self)?;
+        let len = (self.0.len() - at - 8) as u64;
+        self.0[at..at + 8].copy_from_slice(&len.to_le_bytes());
+        self.0.resize(padded(self.0.len()), 0);
+        Ok(())
+    }
+}
+
+struct Decoder<'a>(&'a [u8]);
+
+impl<'a> Decoder<'a> {
+    fn take(&mut self, len: usize) -> Result<&'a [u8], String> {
+        let (head, tail) = self
+            .0
+            .split_at_checked(len)
+            .ok_or_else(|| format!("{len} bytes wanted, {} left", self.0.len()))?;
+        self.0 = tail;
+        Ok(head)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(self.take(N)?);
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, String> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn f64(&mut self) -> Result<f64, String> {
+        Ok(f64::from_le_bytes(self.array()?))
+    }
+
+    fn text(&mut self) -> Result<String, String> {
+        let len = self.u32()? as usize;
+        String::from_utf8(self.take(len)?.to_vec()).map_err(|e| e.to_string())
+    }
+
+    fn words(&self) -> impl ExactSizeIterator<Item = u32> + 'a {
+        self.0
+            .chunks_exact(4)
+            .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    }
+
+    /// The next section's payload, number and sequence.
+    fn section(&mut self) -> Result<(Decoder<'a>, u32, u32), String> {
+        let (section, sequence) = (self.u32()?, self.u32()?);
+        let len = usize::try_from(u64::from_le_bytes(self.array()?)).map_err(|e| e.to_string())?;
+        let payload = self.take(len)?;
+        self.take((padded(len) - len).min(self.0.len()))?;
+        Ok((Decoder(payload), section, sequence))
+    }
+}
+
+const STOP_CODES: [(StopReason, u32); 5] = [
+    (StopReason::AgentCompleted, 1),
+    (StopReason::MaxTurnsReached, 2),
+    (StopReason::Timeout, 3),
+    (StopReason::Overlong, 4),
+    (StopReason::AgentCrash, 5),
+];
+
+fn stop_code(stop: StopReason) -> u32 {
+    match stop {
+        StopReason::AgentCompleted => 1,
+        StopReason::MaxTurnsReached => 2,
+        StopReason::Timeout => 3,
+        StopReason::Overlong => 4,
+        StopReason::AgentCrash => 5,
+    }
+}
+
+fn stop_reason(code: u32) -> Result<StopReason, String> {
+    STOP_CODES
+        .iter()
+        .find(|(_, c)| *c == code)
+        .map(|(reason, _)| *reason)
+        .ok_or_else(|| format!("stop reason {code} is unknown to this program"))
+}
+
+const DROP_CODES: [(DropReason, u32); 8] = [
+    (DropReason::EnvSetupFailed, 1),
+    (DropReason::AgentSetupFailed, 2),
+    (DropReason::VerifierFailed, 3),
+    (DropReason::VerifierTimeout, 4),
+    (DropReason::EngineFailed, 5),
+    (DropReason::LeaseLost, 6),
+    (DropReason::Stale, 7),
+    (DropReason::TooOld, 8),
+];
+
+fn drop_code(reason: DropReason) -> u32 {
+    match reason {
+        DropReason::EnvSetupFailed => 1,
+        DropReason::AgentSetupFailed => 2,
+        DropReason::VerifierFailed => 3,
+        DropReason::VerifierTimeout => 4,
+        DropReason::EngineFailed => 5,
+        DropReason::LeaseLost => 6,
+        DropReason::Stale => 7,
+        DropReason::TooOld => 8,
+    }
+}
+
+fn drop_reason(code: u32) -> Result<DropReason, String> {
+    DROP_CODES
+        .iter()
+        .find(|(_, c)| *c == code)
+        .map(|(reason, _)| *reason)
+        .ok_or_else(|| format!("drop reason {code} is unknown to this program"))
+}
