@@ -1,6 +1,7 @@
 //! From [`Settings`] to the resolved structs of the stages. One function a stage, nothing else: a stage
 //! never sees `Settings`, and what a variable means for it can be read here in one line.
 
+use super::run_lock::host_name;
 use crate::{
     config::settings::{
         values::{KlLossType, LossAggMode, LrScheduler, PolicyLossMode},
@@ -164,21 +165,31 @@ pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
         tcp: Some(address),
         tool_call_parser: model.tool_call_parser.name().to_owned(),
         max_body_bytes: p.max_request_body_bytes,
-        ..ProxyConfig::new(proxy_socket(settings)?, model.served_model_name.clone(), model.path.clone())
+        ..ProxyConfig::new(node_folder(settings)?.join("proxy.sock"), model.served_model_name.clone(), model.path.clone())
     })
 }
 
-/// A path that is short enough for a unix socket (107 bytes) and the same in every attempt of a run.
-fn proxy_socket(settings: &Settings) -> anyhow::Result<PathBuf> {
+/// Eight hexadecimal digits that stand for the run folder.
+fn run_tag(settings: &Settings) -> String {
+    format!("{:08x}", crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes()))
+}
+
+/// Owner of leases and sandboxes: this run on this node, the same in every attempt.
+pub fn owner(settings: &Settings) -> String {
+    format!("{}-{}", host_name(), run_tag(settings))
+}
+
+/// This run's folder on the node's own disk, for the proxy's socket and the files of sandboxes. Its path is
+/// short enough for a unix socket (107 bytes) and the same in every attempt.
+pub fn node_folder(settings: &Settings) -> anyhow::Result<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
-    let run = crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes());
     // SAFETY: geteuid has no preconditions.
     let user = unsafe { libc::geteuid() };
-    let folder = std::env::temp_dir().join(format!("legorl-{user}-{run:08x}"));
+    let folder = std::env::temp_dir().join(format!("legorl-{user}-{}", run_tag(settings)));
     std::fs::create_dir_all(&folder)
         .and_then(|()| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)))
-        .with_context(|| format!("cannot make {} for the proxy's socket; TMPDIR moves it", folder.display()))?;
-    Ok(folder.join("proxy.sock"))
+        .with_context(|| format!("cannot make {}; TMPDIR moves it", folder.display()))?;
+    Ok(folder)
 }
 
 /// Replicas on other ranks.
