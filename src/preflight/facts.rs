@@ -250,7 +250,7 @@ fn free_bytes(path: &Path) -> Option<u64> {
     }
     // SAFETY: statvfs succeeded, so it has filled the structure.
     let stat = unsafe { stat.assume_init() };
-    Some(stat.f_bavail as u64 * stat.f_frsize as u64)
+    Some(stat.f_bavail * stat.f_frsize)
 }
 
 fn open_files() -> (u64, u64) {
@@ -263,7 +263,7 @@ fn open_files() -> (u64, u64) {
     if failed {
         (0, 0)
     } else {
-        (limit.rlim_cur as u64, limit.rlim_max as u64)
+        (limit.rlim_cur, limit.rlim_max)
     }
 }
 

@@ -7,7 +7,7 @@
 mod resolve;
 pub mod values;
 
-pub use resolve::{check_text, resolve};
+pub use resolve::{check_text, resolve, Derived};
 
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};

@@ -78,7 +78,7 @@ fn is_unset(text: &str) -> bool {
 struct Resolver<'a> {
     layered: &'a Layered,
     problems: Vec<ValueProblem>,
-    derived: Vec<(&'static str, String)>,
+    derived: Derived,
     #[cfg(test)]
     read: std::collections::BTreeSet<&'static str>,
 }
@@ -200,8 +200,11 @@ fn absolute(root: &Path, text: &str) -> PathBuf {
     joined.components().collect()
 }
 
-/// Settings, and the computed defaults that went into them (name, text).
-pub fn resolve(layered: &Layered) -> Result<(Settings, Vec<(&'static str, String)>), ConfigError> {
+/// What computed defaults came to: variable and text.
+pub type Derived = Vec<(&'static str, String)>;
+
+/// Settings, and the computed defaults that went into them.
+pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
     let mut r = Resolver {
         layered,
         problems: Vec::new(),
