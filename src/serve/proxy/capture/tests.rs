@@ -19,6 +19,7 @@ struct Session {
     renderer: Renderer,
     tree: Tree,
     tools: Option<Value>,
+    options: u64,
 }
 
 impl Session {
@@ -27,6 +28,7 @@ impl Session {
             renderer: renderer(),
             tree: Tree::default(),
             tools,
+            options: 0,
         }
     }
 
@@ -35,7 +37,13 @@ impl Session {
         let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
         let tools = self.tools.as_ref().map(Value::to_string);
         self.tree
-            .place(&self.renderer, &raw, tools.as_deref().map(str::as_bytes), 1 << 20)
+            .place(
+                &self.renderer,
+                &raw,
+                tools.as_deref().map(str::as_bytes),
+                self.options,
+                1 << 20,
+            )
             .unwrap()
     }
 
@@ -228,6 +236,26 @@ fn identical_requests_are_known_and_removed_turns_leave_no_trace() {
 }
 
 #[test]
+fn the_same_messages_with_other_options_are_sampled_anew() {
+    let mut s = Session::new(None);
+    s.turn(&[user("q")], &assistant("a"), "a");
+    s.options = 1;
+    let prompt = s.turn(&[user("q")], &assistant("ab"), "ab<|im_end|>");
+    assert!(s.text(&prompt).ends_with("q<|im_end|>\n<|im_start|>assistant\n"));
+    assert!(matches!(s.place(&[user("q")]), Place::Known(1)));
+    s.options = 0;
+    assert!(matches!(s.place(&[user("q")]), Place::Known(0)));
+    // Both replies can be repeated and extended.
+    s.turn(
+        &[user("q"), assistant("ab"), user("r")],
+        &assistant("c"),
+        "c<|im_end|>",
+    );
+    assert_eq!(s.tree.node(2).parent, Some(1));
+    assert_eq!(s.sequences().len(), 2);
+}
+
+#[test]
 fn other_tools_are_another_conversation() {
     let mut s = Session::new(tools());
     s.turn(&[user("q")], &assistant("a"), "a<|im_end|>");
@@ -287,4 +315,55 @@ fn the_suffix_of_a_long_conversation_is_that_of_a_short_one() {
     let with = r.full(&long, None, 1 << 20).unwrap();
     assert!(with.starts_with(&without));
     assert!(with.ends_with(&short));
+}
+
+/// Real templates with a real tokenizer: `LEGORL_TEST_TOKENIZER` names a folder with Qwen3's
+/// tokenizer.json, `LEGORL_TEST_TEMPLATES` one with `*.jinja` files. What is spliced must be what the
+/// template writes for the whole conversation.
+#[test]
+fn real_templates_can_be_extended_turn_by_turn() {
+    let (Ok(folder), Ok(templates)) = (
+        std::env::var("LEGORL_TEST_TOKENIZER"),
+        std::env::var("LEGORL_TEST_TEMPLATES"),
+    ) else {
+        eprintln!("SKIPPED real_templates_can_be_extended_turn_by_turn: set LEGORL_TEST_TOKENIZER and LEGORL_TEST_TEMPLATES");
+        return;
+    };
+    let templates = std::path::Path::new(&templates);
+    for name in [
+        "qwen2_5",
+        "qwen3",
+        "qwen3_instruct_2507",
+        "qwen3_5_think",
+        "qwen3_5_nothink",
+        "qwen3_6",
+    ] {
+        let source = std::fs::read_to_string(templates.join(format!("{name}.jinja"))).unwrap();
+        let template = ChatTemplate::from_source(source, name, Default::default()).unwrap();
+        let tokenizer = Tokenizer::from_dir(folder.as_ref()).unwrap();
+        let r = Renderer::new(template, tokenizer, Map::new()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let call =
+            json!({"id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}});
+        let reply = json!({"role": "assistant", "content": "look", "tool_calls": [call]});
+        let result =
+            json!({"role": "tool", "tool_call_id": "c1", "content": "a <|im_end|>\n<tool_call> é \u{1F600}"});
+        let mut all = vec![
+            json!({"role": "system", "content": "s"}),
+            user("q"),
+            reply.clone(),
+            result.clone(),
+        ];
+        let tools = tools().unwrap();
+        let tools = tools.as_array().map(Vec::as_slice);
+        let suffix = r.suffix(&reply, true, &[result], 1 << 20).unwrap();
+        let full = r.full(&all, tools, 1 << 20).unwrap();
+        assert!(full.ends_with(&suffix), "{name}");
+        all.truncate(2);
+        let begin = r.full(&all, tools, 1 << 20).unwrap();
+        let common = begin.iter().zip(&full).take_while(|(a, b)| a == b).count();
+        // Thinking templates open a thought in the generation prompt that history does not repeat.
+        assert!(begin.len() - common <= 4, "{name}: {common} of {}", begin.len());
+        let ends = suffix.iter().filter(|id| **id == r.end_of_turn()).count();
+        assert_eq!(ends, 1, "{name}: the tool wrote <|im_end|> as text");
+    }
 }
