@@ -610,6 +610,29 @@ fn the_unix_socket_health_and_metrics_answer_and_a_taken_port_is_named() {
 }
 
 #[test]
+fn fifty_mebibytes_of_tool_output_are_refused_and_nothing_is_lost() {
+    let replies = ScriptedEngine::new(1 << 20, Box::new(|_, _| text_reply("hello<|im_end|>")));
+    let s = setup_with(replies, 256 << 20);
+    let (session, other) = (s.open("task__1"), s.open("task__2"));
+    assert_eq!(s.chat(&session, json!({"messages": [user("go")]})).0, 200);
+    let next = |content: &str| json!({"messages": [user("go"), {"role": "assistant", "content": "hello"}, user(content)]});
+    std::thread::scope(|scope| {
+        let big = scope.spawn(|| s.chat(&session, next(&"0123456789abcdef".repeat(50 << 16))));
+        let mut served = 0;
+        while !big.is_finished() {
+            let (status, _) = s.chat(&other, json!({"messages": [user(&format!("q{served}"))], "max_tokens": 3}));
+            served += usize::from(status == 200);
+        }
+        let (status, answer) = big.join().unwrap();
+        assert_eq!((status, &answer["error"]["code"]), (400, &json!("context_length_exceeded")), "{answer}");
+        assert!(served > 0, "another session was served meanwhile");
+    });
+    assert_eq!(s.chat(&session, next("less")).0, 200);
+    let captured = s.close(&session);
+    assert_eq!((captured.turns, captured.sequences.len(), captured.context_overflow), (2, 1, true));
+}
+
+#[test]
 fn seeds_differ_by_branch_and_turn() {
     let mut all: Vec<u64> = (0..50)
         .flat_map(|b| (0..50).map(move |t| mix_seed(7, b, t)))
