@@ -6,7 +6,9 @@ use crate::{
         tokenizer::{testing, Tokenizer},
     },
 };
+use proptest::prelude::*;
 use serde_json::{json, Map};
+use std::sync::OnceLock;
 
 fn renderer() -> Renderer {
     let dir = tempfile::tempdir().unwrap();
@@ -365,5 +367,93 @@ fn real_templates_can_be_extended_turn_by_turn() {
         assert!(begin.len() - common <= 4, "{name}: {common} of {}", begin.len());
         let ends = suffix.iter().filter(|id| **id == r.end_of_turn()).count();
         assert_eq!(ends, 1, "{name}: the tool wrote <|im_end|> as text");
+    }
+}
+
+/// What an agent may do next: go on from a turn (by number), with or without a changed reply, or begin
+/// anew; the reply may fail, and it may end without its end-of-turn token.
+#[derive(Clone, Debug)]
+struct Move {
+    from: Option<prop::sample::Index>,
+    edit: bool,
+    message: u8,
+    reply: u8,
+    fails: bool,
+    cut: bool,
+}
+
+fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let one = (
+        prop::option::weighted(0.9, any::<prop::sample::Index>()),
+        prop::bool::weighted(0.15),
+        0u8..4,
+        0u8..4,
+        prop::bool::weighted(0.15),
+        prop::bool::weighted(0.2),
+    );
+    let one = one.prop_map(|(from, edit, message, reply, fails, cut)| Move {
+        from,
+        edit,
+        message,
+        reply,
+        fails,
+        cut,
+    });
+    prop::collection::vec(one, 1..25)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn every_sampled_token_counts_once_where_the_engine_saw_it(moves in moves()) {
+        static RENDERER: OnceLock<Renderer> = OnceLock::new();
+        let renderer = RENDERER.get_or_init(renderer);
+        let mut tree = Tree::default();
+        // History of every finished turn as the agent knows it, and the tokens the engine saw and sampled.
+        let mut turns: Vec<(Vec<Value>, Vec<u32>)> = Vec::new();
+        let mut sampled_tokens = 0;
+        for (step, m) in moves.iter().enumerate() {
+            let mut history = match m.from {
+                Some(index) if !turns.is_empty() => turns[index.index(turns.len())].0.clone(),
+                _ => Vec::new(),
+            };
+            if let (true, Some(last)) = (m.edit, history.last_mut()) {
+                *last = assistant(&format!("edited {step}"));
+            }
+            history.push(user(&format!("m{}", m.message)));
+            let raw: Vec<String> = history.iter().map(Value::to_string).collect();
+            let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
+            let Place::New { node, prompt } = tree.place(renderer, &raw, None, 0, 1 << 20).unwrap() else {
+                continue;
+            };
+            if m.fails {
+                tree.remove(node);
+                continue;
+            }
+            let text = format!("r{}", m.reply);
+            let end = if m.cut { "" } else { "<|im_end|>" };
+            let ids = renderer.tokenizer().encode_rendered(&format!("{text}{end}")).unwrap();
+            let sampled: Vec<_> = ids.iter().map(|id| SampledToken { id: *id, logprob: -1.0 - *id as f32, version: PolicyVersion(step as u32) }).collect();
+            sampled_tokens += sampled.len();
+            history.push(assistant(&text));
+            tree.commit(renderer, node, sampled, assistant(&text));
+            turns.push((history, [&prompt[..], &ids].concat()));
+        }
+        let sequences = sequences(&tree);
+        let counted: usize = sequences.iter().map(TokenSequence::sampled).sum();
+        prop_assert_eq!(counted, sampled_tokens);
+        for s in &sequences {
+            prop_assert_eq!(s.check(), Ok(()));
+            prop_assert!(turns.iter().any(|(_, tokens)| *tokens == s.token_ids), "a leaf is what one turn's engine saw and said");
+            for i in (0..s.len()).filter(|i| s.loss_mask[*i]) {
+                prop_assert_eq!(s.logprobs[i], -1.0 - s.token_ids[i] as f32);
+            }
+        }
+        // Every turn lies on the path of a leaf.
+        for (_, tokens) in &turns {
+            prop_assert!(sequences.iter().any(|s| s.token_ids.starts_with(tokens)));
+        }
+        let sum: f32 = sequences.iter().map(|s| s.weight).sum();
+        prop_assert!(sequences.is_empty() || (sum - 1.0).abs() < 1e-5);
     }
 }
