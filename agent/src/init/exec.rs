@@ -30,17 +30,53 @@ pub struct Command {
 }
 
 /// Starts the command and a thread that follows it.
-pub fn start(command: Command, setup: &Setup, host: &Host, commands: &Arc<Commands>) {
-    let (setup, host, commands) = (setup.clone(), host.clone(), commands.clone());
-    thread::spawn(move || {
-        let id = command.id;
-        let answered = match run(command, &setup, &host, &commands) {
-            Ok(()) => Ok(()),
-            Err(problem) => host.reply(id, &Reply::Failed { problem }),
-        };
-        // The host is gone when it cannot be answered; the control thread ends the sandbox then.
-        drop(answered);
-    });
+pub fn start(command: Command, setup: &Setup, host: &Host, commands: &Arc<Commands>) -> io::Result<()> {
+    let id = command.id;
+    make_room(commands);
+    let (setup, own_host, commands) = (setup.clone(), host.clone(), commands.clone());
+    let follow = move || {
+        if let Err(problem) = run(command, &setup, &own_host, &commands) {
+            // The host is gone when it cannot be answered; the control thread ends the sandbox then.
+            let _ = own_host.reply(id, &Reply::Failed { problem });
+        }
+    };
+    match thread::Builder::new().spawn(follow) {
+        Ok(_) => Ok(()),
+        Err(e) => host.reply(
+            id,
+            &Reply::Failed {
+                problem: format!("no thread: {e}"),
+            },
+        ),
+    }
+}
+
+/// An agent that left the sandbox full of processes must not keep the verifier from running: when no
+/// thread can be made, background processes are killed.
+pub fn make_room(commands: &Commands) {
+    for _ in 0..20 {
+        if let Ok(thread) = thread::Builder::new().spawn(|| ()) {
+            thread.join().ok();
+            return;
+        }
+        kill_background(commands);
+    }
+}
+
+/// Kills every process that belongs to no running command, and marks the running ones.
+fn kill_background(commands: &Commands) {
+    commands.mark(|f| f.pids_limit_hit = true);
+    let running = commands.pids();
+    let processes = processes();
+    let family = family(&processes, &running);
+    for p in processes
+        .iter()
+        .filter(|p| p.pid != 1 && !family.contains(&p.pid))
+    {
+        // SAFETY: kill with integer arguments.
+        unsafe { libc::kill(p.pid, libc::SIGKILL) };
+    }
+    thread::sleep(Duration::from_millis(10));
 }
 
 fn run(command: Command, setup: &Setup, host: &Host, commands: &Commands) -> Result<(), String> {
@@ -133,9 +169,15 @@ fn spawn(
             Ok(())
         });
     }
-    let pid = commands
-        .spawn(command.id, &mut child, end)
-        .map_err(|e| format!("cannot start `{program}`: {e}"))?;
+    let mut pid = commands.spawn(command.id, &mut child, &end);
+    for _ in 0..20 {
+        match &pid {
+            Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => kill_background(commands),
+            _ => break,
+        }
+        pid = commands.spawn(command.id, &mut child, &end);
+    }
+    let pid = pid.map_err(|e| format!("cannot start `{program}`: {e}"))?;
     Ok((output, pid, ended))
 }
 
@@ -224,26 +266,14 @@ impl Tail {
 /// Kills a command with all its descendants, its session and its process group. Repeats until none is
 /// left, since a process may fork while the list is read.
 pub fn kill_tree(root: i32) {
-    let mut family = vec![root];
+    let mut known = vec![root];
     for _ in 0..50 {
         let processes = processes();
-        loop {
-            let before = family.len();
-            for p in &processes {
-                if p.pid != 1
-                    && !family.contains(&p.pid)
-                    && (p.session == root || p.group == root || family.contains(&p.parent))
-                {
-                    family.push(p.pid);
-                }
-            }
-            if family.len() == before {
-                break;
-            }
-        }
+        // What was seen once stays in the family, even when its parent is gone.
+        known = family(&processes, &known);
         let alive: Vec<i32> = processes
             .iter()
-            .filter(|p| family.contains(&p.pid) && p.state != b'Z')
+            .filter(|p| known.contains(&p.pid) && p.state != b'Z')
             .map(|p| p.pid)
             .collect();
         if alive.is_empty() {
@@ -254,6 +284,25 @@ pub fn kill_tree(root: i32) {
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
         thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// The roots, their sessions and groups, and all descendants.
+fn family(processes: &[Process], roots: &[i32]) -> Vec<i32> {
+    let mut family = roots.to_vec();
+    loop {
+        let before = family.len();
+        for p in processes.iter().filter(|p| p.pid != 1) {
+            let related = [p.parent, p.session, p.group]
+                .iter()
+                .any(|id| family.contains(id));
+            if related && !family.contains(&p.pid) {
+                family.push(p.pid);
+            }
+        }
+        if family.len() == before {
+            return family;
+        }
     }
 }
 

@@ -18,6 +18,7 @@
 
 mod exec;
 mod forward;
+mod overlay;
 mod reaper;
 mod transfer;
 mod watchdog;
@@ -82,6 +83,9 @@ fn serve() -> io::Result<()> {
         },
         _ => return Err(io::Error::other("expected setup")),
     };
+    if setup.overlay {
+        overlay::enter()?;
+    }
     let commands = Arc::new(reaper::Commands::default());
     start_services(&setup, &host, &commands)?;
     host.reply(0, &Reply::Ready)?;
@@ -112,9 +116,12 @@ fn serve() -> io::Result<()> {
                 &setup,
                 &host,
                 &commands,
-            ),
+            )?,
             Request::Kill => commands.kill(id),
-            Request::Download { path } => transfer::download(id, path, &host),
+            Request::Download { path } => {
+                exec::make_room(&commands);
+                transfer::download(id, path, &host)?;
+            }
             upload => uploads.message(&host, id, upload)?,
         }
     }

@@ -36,8 +36,9 @@ pub struct Commands {
 
 impl Commands {
     /// Starts a command; a byte on `ended` announces its end.
-    pub fn spawn(&self, id: u32, command: &mut Command, ended: PipeWriter) -> io::Result<i32> {
+    pub fn spawn(&self, id: u32, command: &mut Command, ended: &PipeWriter) -> io::Result<i32> {
         let mut running = self.lock();
+        let ended = ended.try_clone()?;
         let pid = command.spawn()?.id() as i32;
         running.insert(
             pid,
@@ -66,6 +67,11 @@ impl Commands {
         if let Some(pid) = pid {
             super::exec::kill_tree(pid);
         }
+    }
+
+    /// Process ids of the running commands.
+    pub fn pids(&self) -> Vec<i32> {
+        self.lock().keys().copied().collect()
     }
 
     /// Marks every running command.

@@ -139,16 +139,25 @@ fn make_room(path: &Path) -> io::Result<()> {
 }
 
 /// Sends a file or folder from a thread of its own.
-pub fn download(id: u32, path: String, host: &Host) {
-    let host = host.clone();
-    thread::spawn(move || {
-        let reply = match send_tree(id, Path::new(&path), &host) {
+pub fn download(id: u32, path: String, host: &Host) -> io::Result<()> {
+    let own_host = host.clone();
+    let send = move || {
+        let reply = match send_tree(id, Path::new(&path), &own_host) {
             Ok(()) => Reply::Done,
             Err(problem) => Reply::Failed { problem },
         };
         // The control thread notices a host that is gone.
-        let _ = host.reply(id, &reply);
-    });
+        let _ = own_host.reply(id, &reply);
+    };
+    match thread::Builder::new().spawn(send) {
+        Ok(_) => Ok(()),
+        Err(e) => host.reply(
+            id,
+            &Reply::Failed {
+                problem: format!("no thread: {e}"),
+            },
+        ),
+    }
 }
 
 fn send_tree(id: u32, root: &Path, host: &Host) -> Result<(), String> {

@@ -96,6 +96,30 @@ fn link_kind(path: &Path) -> std::io::Result<Link> {
     Ok(if interpreter { Link::Dynamic } else { Link::Static })
 }
 
+/// For tests: the helper of this source tree, built when it is not up to date.
+#[cfg(test)]
+pub(crate) fn for_tests() -> PathBuf {
+    if let Some(path) = std::env::var_os(HELPER_VARIABLE) {
+        return path.into();
+    }
+    let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let built = std::process::Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .env("RUSTFLAGS", "-C target-feature=+crt-static -C strip=symbols")
+        .args([
+            "build",
+            "--quiet",
+            "--release",
+            "-p",
+            "legorl-agent",
+            "--target",
+            &triple,
+        ])
+        .status();
+    assert!(built.is_ok_and(|s| s.success()), "the helper cannot be built");
+    find().expect("the helper was built just now")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

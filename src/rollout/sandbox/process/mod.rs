@@ -109,15 +109,16 @@ impl ProcessBackend {
         let bwrap = bwrap::find()?;
         let (instance, limiter) = (self.instance().await?, self.limiter().await?);
         let (spec, rootfs) = (spec.clone(), self.config.rootfs.clone());
+        let maker = instance.clone();
         let launch = blocking("making the sandbox folder", move || {
-            root::check_hidden(&spec, instance.path())?;
-            let folder = instance.sandbox(&spec)?;
-            let root = root::Root::prepare(&folder, rootfs.as_deref())?;
+            root::check_hidden(&spec, maker.path())?;
+            let folder = maker.sandbox(&spec)?;
+            let root = root::Root::prepare(&folder, &maker.etc(), rootfs.as_deref())?;
             let group = limiter.limit(&spec, &folder)?;
             bwrap::Launch::new(bwrap, helper, spec, folder, root, group)
         })
         .await?;
-        launch.start(BOOT_TIMEOUT).await
+        launch.start(instance, BOOT_TIMEOUT).await
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::bwrap;
 use super::channel::{Channel, Event, Pending};
-use super::instance::{start_time, Folder};
+use super::instance::{start_time, Folder, Instance};
 use super::limits::Group;
 use crate::rollout::sandbox::dockerfile::Image;
 use crate::rollout::sandbox::{ExecResult, ExecSpec, LogFile, Sandbox, SandboxError, SandboxSpec};
@@ -31,11 +31,19 @@ pub struct Body {
     folder: Option<Folder>,
     group: Option<Group>,
     ended: bool,
+    /// The thread that started the child, and the lock that keeps reapers away, live at least as long.
+    _instance: Arc<Instance>,
 }
 
 impl Body {
     /// Takes charge of a started bwrap.
-    pub fn new(child: Child, control: UnixStream, folder: Folder, group: Option<Group>) -> Self {
+    pub fn new(
+        child: Child,
+        control: UnixStream,
+        folder: Folder,
+        group: Option<Group>,
+        instance: Arc<Instance>,
+    ) -> Self {
         let pid = child.id() as i32;
         let record = format!("{pid} {}", start_time(pid).unwrap_or_default());
         if let Err(e) = folder.write("pid", &record) {
@@ -47,6 +55,7 @@ impl Body {
             folder: Some(folder),
             group,
             ended: false,
+            _instance: instance,
         }
     }
 

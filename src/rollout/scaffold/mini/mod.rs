@@ -3,6 +3,9 @@
 //! It is the sub-command `mini` of the static helper, so it runs in a root that holds only a shell. Its
 //! run is kept as JSON lines in `agent/mini.jsonl` of the trial folder.
 
+#[cfg(test)]
+mod tests;
+
 use super::{AgentRequest, AgentRun, Scaffold, ScaffoldError};
 use crate::rollout::sandbox::process::helper;
 use crate::rollout::sandbox::{ExecResult, ExecSpec, LogFile, Sandbox, SandboxError};
@@ -118,7 +121,10 @@ impl Scaffold for Mini {
         sandbox.upload(&instruction, &inside).await.map_err(failed)?;
 
         let begin = Instant::now();
-        let result = sandbox.exec(self.command(sandbox, &request)).await.map_err(failed)?;
+        let result = sandbox
+            .exec(self.command(sandbox, &request))
+            .await
+            .map_err(failed)?;
         Ok(AgentRun {
             exit_code: result.exit_code,
             timed_out: result.timed_out,
