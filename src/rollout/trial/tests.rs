@@ -279,13 +279,12 @@ impl Setup {
     }
 }
 
-/// True if an entry below `dir` has `name` in its name.
+/// True if an entry below `dir` has `name` in its name; what is only left to be deleted does not count.
 fn holds(dir: &Path, name: &str) -> bool {
-    fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .any(|entry| entry.file_name().to_string_lossy().contains(name) || holds(&entry.path(), name))
+    fs::read_dir(dir).into_iter().flatten().flatten().any(|entry| {
+        let found = entry.file_name();
+        found != ".trash" && (found.to_string_lossy().contains(name) || holds(&entry.path(), name))
+    })
 }
 
 const COMPARE: &str = "#!/bin/bash
