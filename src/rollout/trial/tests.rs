@@ -397,16 +397,15 @@ async fn a_wrong_answer_is_judged_zero() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_out_of_time_is_still_judged() {
-    let commands = vec!["cp data.txt answer; sleep 600"];
     let setup = Setup::new(
         "[agent]\ntimeout_sec = 1.5\n",
-        COMPARE,
-        Some(commands),
+        "echo 0.5 > /logs/verifier/reward.txt\n",
+        Some(vec!["sleep 600"]),
         CapturedSession::default(),
     );
     let trajectory = setup.finished().await;
     assert_eq!(trajectory.outcome.stop, StopReason::Timeout);
-    assert_eq!(trajectory.outcome.reward, 1.0);
+    assert_eq!(trajectory.outcome.reward, 0.5);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -461,7 +460,11 @@ async fn unusable_verdicts_show_what_was_found() {
         ("sleep 600", DropReason::VerifierTimeout, "within 2 s"),
         ("exit 3", DropReason::VerifierFailed, "exit code 3"),
     ] {
-        let toml = "[verifier]\ntimeout_sec = 2\n";
+        let toml = if reason == DropReason::VerifierTimeout {
+            "[verifier]\ntimeout_sec = 2\n"
+        } else {
+            ""
+        };
         let setup = Setup::new(toml, test, Some(vec![]), CapturedSession::default());
         let detail = setup.failed(reason).await;
         assert!(detail.contains(words), "{test}: {detail}");
