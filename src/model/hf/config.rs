@@ -196,7 +196,9 @@ impl ModelConfig {
         if !map.contains_key("eos_token_id") && !self.eos_token_ids.is_empty() {
             map.insert("eos_token_id".into(), json!(self.eos_token_ids));
         }
-        map.entry("torch_dtype").or_insert(json!("float32"));
+        if !map.contains_key("dtype") {
+            map.entry("torch_dtype").or_insert(json!("float32"));
+        }
         Value::Object(map)
     }
 

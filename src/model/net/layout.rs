@@ -78,8 +78,9 @@ impl PackedLayout {
 
 /// Rotary table of the given positions `[T]`: two `[T, 1, dim]` f32 tensors.
 pub(crate) fn rope_table(positions: &Tensor, theta: f64, dim: i64) -> (Tensor, Tensor) {
-    let exponents = Tensor::arange(dim / 2, (Kind::Float, positions.device())) * (-2.0 / dim as f64);
-    let frequencies = (exponents * theta.ln()).exp();
+    // In f64, then rounded: an angle is a position times a frequency, and multiplies its error.
+    let exponents = Tensor::arange(dim / 2, (Kind::Double, positions.device())) * (-2.0 / dim as f64);
+    let frequencies = (exponents * theta.ln()).exp().to_kind(Kind::Float);
     let half = positions.to_kind(Kind::Float).unsqueeze(-1) * frequencies;
     let angles = Tensor::cat(&[&half, &half], -1).unsqueeze(1);
     (angles.cos(), angles.sin())

@@ -12,10 +12,13 @@ mod attention;
 mod layout;
 mod policy;
 mod qwen3;
+#[cfg(test)]
+mod reference_tests;
 mod tensors;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use layout::rope_table;
 pub use layout::PackedLayout;
 pub use policy::{Block, Policy};
 pub use tensors::{tensor_from_weight, weight_from_tensor};
