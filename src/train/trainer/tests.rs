@@ -804,6 +804,18 @@ fn a_state_of_another_model_is_refused_and_changes_nothing() {
         .load_state(&other.actor, &other.optimizer, other.progress, other.version)
         .unwrap_err();
     assert!(error.to_string().contains("lm_head.weight"), "{error}");
+    let error = trainer
+        .load_state(
+            &other.actor[..other.actor.len() - 1],
+            &[],
+            other.progress,
+            other.version,
+        )
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("exp_avg.model.embed_tokens.weight"),
+        "{error}"
+    );
     assert_eq!(trainer.version(), PolicyVersion(0));
     assert_eq!(trainer.save_state().actor[0].data, before.actor[0].data);
 }
