@@ -1,5 +1,6 @@
 //! Models: configuration, checkpoint folders, tokenizer, chat template, tool-call formats, architectures.
 
+pub mod bpe;
 pub mod chat_template;
 pub mod hf;
 #[cfg(feature = "torch")]

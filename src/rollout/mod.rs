@@ -6,3 +6,4 @@ pub mod scaffold;
 pub mod task;
 pub mod trial;
 pub mod verifier;
+pub mod workers;

@@ -4,6 +4,7 @@ pub mod algorithm;
 pub mod batch;
 pub mod buffer;
 pub mod checkpoint;
+pub mod supervised;
 #[cfg(feature = "torch")]
 pub mod trainer;
 #[cfg(feature = "torch")]

@@ -1,1 +1,28 @@
-//! To be written.
+//! Hugging Face model folders: `config.json`, safetensors files, the files beside them.
+//!
+//! | File | Read by | Written by |
+//! |---|---|---|
+//! | `config.json`, `generation_config.json` | [`ModelConfig::from_dir`] | [`save_folder`] |
+//! | `model.safetensors`, or `model.safetensors.index.json` and its shards | [`Checkpoint`] | [`save_folder`] |
+//! | tokenizer, chat template, … ([`AUXILIARY_FILES`]) | `model::tokenizer`, `model::chat_template` | copied by [`save_folder`] |
+//!
+//! Which tensors a model has, with names, shapes and order, is the [`ModelConfig::tensor_table`]; that
+//! order is the checkpoint order everywhere (weight updates, optimizer state, exports).
+//!
+//! Invariant: nothing here needs libtorch, and no tensor is copied on reading: [`Checkpoint`] hands
+//! out slices of the memory map.
+
+mod config;
+mod error;
+mod folder;
+mod header;
+mod save;
+mod table;
+#[cfg(test)]
+mod tests;
+
+pub use config::{ModelConfig, ModelType};
+pub use error::ModelError;
+pub use folder::{Checkpoint, StoredDType, StoredTensor};
+pub use save::{save_folder, save_folder_sharded, AUXILIARY_FILES, MAX_SHARD_BYTES};
+pub use table::TensorSpec;

@@ -1,1 +1,86 @@
-//! To be written.
+//! Scaffolds: the agent that works on a task, run inside a sandbox.
+//!
+//! Takes a running [`Sandbox`] and a session of the proxy, gives how the agent ended ([`AgentRun`]). What
+//! the agent said and sampled is not known here: the proxy has it. A scaffold is a foreign program that
+//! speaks HTTP to `http://<Sandbox::proxy_address><SessionEndpoint::path>/v1`.
+
+pub mod mini;
+
+pub use mini::{Mini, MiniConfig};
+
+use crate::base::SessionEndpoint;
+use crate::rollout::sandbox::{Sandbox, SandboxError};
+use async_trait::async_trait;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// One kind of agent.
+#[async_trait]
+pub trait Scaffold: Send + Sync {
+    /// Value of `SCAFFOLD` that selects it.
+    fn name(&self) -> &'static str;
+    /// Proves before launch that the agent's files are there.
+    fn check(&self) -> Result<(), ScaffoldError> {
+        Ok(())
+    }
+    /// Installs the agent in a fresh sandbox.
+    async fn setup(&self, sandbox: &dyn Sandbox) -> Result<(), ScaffoldError>;
+    /// Runs the agent to its end or to its time limit.
+    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError>;
+}
+
+/// What an agent is to do.
+#[derive(Clone, Debug)]
+pub struct AgentRequest {
+    /// Text of `instruction.md`.
+    pub instruction: String,
+    /// Session of the proxy.
+    pub endpoint: SessionEndpoint,
+    /// The agent and everything it started is killed after this time.
+    pub timeout: Duration,
+    /// Model calls it may make.
+    pub max_turns: u32,
+    /// Folder on the host for the agent's own log; must exist.
+    pub log_dir: PathBuf,
+}
+
+/// How an agent ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AgentRun {
+    /// Exit status; `None` when a signal ended it.
+    pub exit_code: Option<i32>,
+    /// Its time limit ended it.
+    pub timed_out: bool,
+    /// It ended because it had made all its model calls.
+    pub turn_limit_reached: bool,
+    /// A process of the sandbox was killed for memory while it ran.
+    pub oom_killed: bool,
+    /// What the agent said about a failure, for people; empty after a normal end.
+    pub detail: String,
+    /// Duration.
+    pub elapsed: Duration,
+}
+
+/// An agent that could not be installed or started. An agent that ran and failed is an [`AgentRun`].
+#[derive(Debug, thiserror::Error)]
+pub enum ScaffoldError {
+    /// The sandbox failed.
+    #[error("scaffold `{scaffold}`")]
+    Sandbox {
+        /// Scaffold.
+        scaffold: &'static str,
+        /// What failed.
+        #[source]
+        source: SandboxError,
+    },
+    /// The agent's files are not on this machine or do not run.
+    #[error("scaffold `{scaffold}`: {problem}\n  fix: {fix}")]
+    NotInstalled {
+        /// Scaffold.
+        scaffold: &'static str,
+        /// What is missing.
+        problem: String,
+        /// What the reader can do.
+        fix: String,
+    },
+}

@@ -1,1 +1,327 @@
-//! To be written.
+//! The native engine: continuous batching on libtorch with a paged KV cache.
+//!
+//! ```text
+//!  callers ──Command──▶ run (one thread) ──plan──▶ scheduler ── pages (who holds what, prefix tree)
+//!     ▲                  │        ▲
+//!     │                  ▼        │ draws
+//!     └──EngineEvent── on_step   workers ── forward ── kernels, cache, sampler
+//! ```
+//!
+//! | Module | Holds | Needs libtorch |
+//! |---|---|---|
+//! | `scheduler`, `sequence`, `pages` | which tokens a step computes; pages and prefixes | no |
+//! | `sampler` | drawing from log-probabilities | no |
+//! | `forward`, `weights` | the network over a step's rows | yes |
+//! | `cache`, `kernels` | memory of the KV cache; row work between the matrix products | no |
+//! | `workers`, `run` | threads | – |
+//!
+//! What callers can rely on:
+//! - The tokens of a request depend on its seed, prompt and weights, not on the rest of the batch (up to
+//!   the rounding of matrix products, which depends on the number of rows).
+//! - The log-probability of a token is that of the weights whose version it carries, over the whole text
+//!   before it: after new weights arrive, running sequences are computed again from their first token
+//!   before the next one is sampled. Nothing that older weights computed is reused.
+//! - A prompt is computed in chunks of `max_num_batched_tokens`, between which all others decode.
+//! - Pages are reused by exact token prefix: between the turns and branches of a session and between the
+//!   samples of a group.
+//!
+//! This implementation computes in f32 on the CPU.
+
+mod cache;
+mod forward;
+mod kernels;
+mod pages;
+mod run;
+mod sampler;
+mod scheduler;
+mod sequence;
+#[cfg(test)]
+mod tests;
+mod weights;
+mod workers;
+
+use crate::{
+    base::{
+        Engine, EngineError, EngineEvent, EngineStatus, GenerateRequest, PolicyVersion, RequestId, SessionId,
+        WeightAck, WeightError, WeightTarget, WeightTensor, WeightUpdate,
+    },
+    model::{
+        hf::{Checkpoint, ModelConfig, ModelError},
+        net::Policy,
+    },
+};
+use async_trait::async_trait;
+use cache::KvCache;
+use forward::{Forward, Shape};
+use pages::{PagePool, PAGE_TOKENS};
+use run::{Command, NewWeights, RequestBounds, Runner, Shared};
+use scheduler::{Limits, Scheduler};
+use std::{
+    path::Path,
+    sync::{
+        mpsc::{channel, Sender},
+        Arc,
+    },
+    thread::JoinHandle,
+};
+use tokio::sync::{mpsc::UnboundedSender, oneshot};
+use weights::EngineWeights;
+use workers::Workers;
+
+/// Size of an engine, in vLLM's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NativeEngineConfig {
+    /// Sequences in the batch at most.
+    pub max_num_seqs: usize,
+    /// Tokens of a step at most: decoding sequences first, the rest for prompts.
+    pub max_num_batched_tokens: usize,
+    /// Prompt and response of a sequence at most.
+    pub max_model_len: usize,
+    /// Capacity of the KV cache, rounded down to whole pages of 16; at least `max_model_len`.
+    pub kv_cache_tokens: usize,
+    /// Threads that compute.
+    pub num_threads: usize,
+    /// Version of the weights that the engine starts with.
+    pub version: PolicyVersion,
+}
+
+impl Default for NativeEngineConfig {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            max_model_len: 4096,
+            kv_cache_tokens: 131_072,
+            num_threads: 2,
+            version: PolicyVersion(0),
+        }
+    }
+}
+
+/// Why an engine did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A size that cannot work.
+    #[error("native engine: {0}")]
+    Config(String),
+    /// The model folder.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The weights do not belong to the configuration.
+    #[error(transparent)]
+    Weights(#[from] WeightError),
+    /// No thread could be started.
+    #[error("native engine: cannot start a thread: {0}")]
+    Thread(#[source] std::io::Error),
+}
+
+/// An engine replica in this process. Dropping the last handle ends its threads; requests that are still
+/// running end with [`EngineError::ReplicaLost`].
+pub struct NativeEngine {
+    shared: Arc<Shared>,
+    commands: Sender<Command>,
+    model: ModelConfig,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl NativeEngine {
+    /// Starts an engine on the weights of a model folder.
+    pub fn start(config: NativeEngineConfig, policy_dir: &Path) -> Result<Arc<Self>, StartError> {
+        let model = ModelConfig::from_dir(policy_dir)?;
+        let stored = Checkpoint::open(policy_dir)?.read_all(&model)?;
+        let tensors: Vec<WeightTensor> = stored.iter().map(|t| t.to_weight()).collect();
+        Self::from_weights(config, model, &tensors)
+    }
+
+    /// Starts an engine on a copy of a policy's weights.
+    pub fn from_policy(config: NativeEngineConfig, policy: &Policy) -> Result<Arc<Self>, StartError> {
+        Self::from_weights(config, policy.config.clone(), &policy.export())
+    }
+
+    /// Starts an engine on these weights.
+    pub fn from_weights(
+        config: NativeEngineConfig,
+        model: ModelConfig,
+        tensors: &[WeightTensor],
+    ) -> Result<Arc<Self>, StartError> {
+        check_config(&config)?;
+        let num_pages = config.kv_cache_tokens / PAGE_TOKENS;
+        let shared = Arc::new(Shared::new(PagePool::new(num_pages), config.version));
+        let weights = EngineWeights::new(&model, tensors)?;
+        let cache = KvCache::new(
+            model.num_hidden_layers,
+            num_pages,
+            model.num_key_value_heads,
+            model.head_dim,
+        );
+        let forward = Forward {
+            shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
+            cache: Arc::new(cache),
+            weights,
+        };
+        let (commands, inbox) = channel();
+        let (started, ready) = channel();
+        let bounds = RequestBounds {
+            max_model_len: config.max_model_len,
+            vocab_size: model.vocab_size,
+        };
+        let run = {
+            let shared = shared.clone();
+            move || {
+                let workers = match Workers::start(forward, config.num_threads) {
+                    Ok(workers) => workers,
+                    Err(error) => return drop(started.send(Err(error))),
+                };
+                if started.send(Ok(())).is_err() {
+                    return;
+                }
+                let runner = Runner {
+                    shared: &shared,
+                    commands: &inbox,
+                    scheduler: Scheduler::new(Limits {
+                        max_num_seqs: config.max_num_seqs,
+                        max_num_batched_tokens: config.max_num_batched_tokens,
+                        max_model_len: config.max_model_len,
+                    }),
+                    workers,
+                    bounds,
+                    version: config.version,
+                };
+                runner.run();
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(run)
+            .map_err(StartError::Thread)?;
+        match ready.recv() {
+            Ok(started) => started.map_err(StartError::Thread)?,
+            Err(_) => return Err(StartError::Config("its thread ended while it started".into())),
+        }
+        Ok(Arc::new(Self {
+            shared,
+            commands,
+            model,
+            thread: Some(thread),
+        }))
+    }
+
+    /// Configuration of the model that it serves.
+    pub fn model_config(&self) -> &ModelConfig {
+        &self.model
+    }
+}
+
+fn check_config(config: &NativeEngineConfig) -> Result<(), StartError> {
+    let bad = |text: String| Err(StartError::Config(text));
+    for (name, value) in [
+        ("max_num_seqs", config.max_num_seqs),
+        ("max_num_batched_tokens", config.max_num_batched_tokens),
+        ("num_threads", config.num_threads),
+    ] {
+        if value == 0 {
+            return bad(format!("{name} is 0"));
+        }
+    }
+    if config.max_model_len < 2 {
+        return bad(format!(
+            "max_model_len is {}; it must hold a prompt and a token",
+            config.max_model_len
+        ));
+    }
+    let capacity = config.kv_cache_tokens / PAGE_TOKENS * PAGE_TOKENS;
+    if capacity < config.max_model_len {
+        return bad(format!(
+            "the KV cache holds {capacity} tokens and one sequence may have {}: raise kv_cache_tokens or lower max_model_len",
+            config.max_model_len
+        ));
+    }
+    Ok(())
+}
+
+impl Engine for NativeEngine {
+    fn submit(&self, request: GenerateRequest, events: UnboundedSender<EngineEvent>) {
+        if let Err(lost) = self.commands.send(Command::Submit(request, events)) {
+            if let Command::Submit(_, events) = lost.0 {
+                let error = EngineError::ReplicaLost("the engine's thread has ended".into());
+                // A caller that went away needs no answer.
+                let _ = events.send(EngineEvent::Failed(error));
+            }
+        }
+    }
+
+    fn abort(&self, id: RequestId) {
+        // A thread that has ended runs nothing that could be aborted.
+        let _ = self.commands.send(Command::Abort(id));
+    }
+
+    fn status(&self) -> EngineStatus {
+        self.shared.status()
+    }
+
+    fn resident_prefix(&self, _session: &SessionId, prompt: &[u32]) -> usize {
+        self.shared.pool().find_prefix(prompt).len() * PAGE_TOKENS
+    }
+
+    fn end_session(&self, session: &SessionId) {
+        self.shared.pool().end_session(session);
+    }
+}
+
+#[async_trait]
+impl WeightTarget for NativeEngine {
+    /// The bytes are verified and laid out on a thread of their own while the engine goes on decoding;
+    /// the swap itself is a change of pointers between two steps.
+    async fn update_weights(&self, update: Arc<WeightUpdate>) -> Result<WeightAck, WeightError> {
+        let (done, answer) = oneshot::channel();
+        let (commands, model) = (self.commands.clone(), self.model.clone());
+        let prepare = move || {
+            let new = match verified_weights(&model, &update) {
+                Ok(weights) => NewWeights {
+                    version: update.version,
+                    checksum: update.checksum,
+                    weights,
+                    done,
+                },
+                // The caller may have stopped waiting.
+                Err(error) => return drop(done.send(Err(error))),
+            };
+            if let Err(lost) = commands.send(Command::Update(Box::new(new))) {
+                if let Command::Update(new) = lost.0 {
+                    let _ = new.done.send(Err(replica_lost()));
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .name("engine-update".into())
+            .spawn(prepare)
+            .map_err(|e| WeightError::ReplicaLost(format!("cannot start a thread for new weights: {e}")))?;
+        answer.await.unwrap_or_else(|_| Err(replica_lost()))
+    }
+}
+
+fn replica_lost() -> WeightError {
+    WeightError::ReplicaLost("the engine's thread ended before it took the new weights".into())
+}
+
+fn verified_weights(model: &ModelConfig, update: &WeightUpdate) -> Result<EngineWeights, WeightError> {
+    let got = WeightUpdate::checksum_of(&update.tensors);
+    if got != update.checksum {
+        return Err(WeightError::Checksum {
+            version: update.version,
+            want: update.checksum,
+            got,
+        });
+    }
+    EngineWeights::new(model, &update.tensors)
+}
+
+impl Drop for NativeEngine {
+    fn drop(&mut self) {
+        // The thread finishes its step and ends; if it has ended already, there is nobody to tell.
+        let _ = self.commands.send(Command::Shutdown);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

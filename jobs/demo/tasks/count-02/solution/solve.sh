@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+wc -l < meadow.txt > walnut.txt

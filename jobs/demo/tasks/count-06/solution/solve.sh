@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+wc -l < violet.txt > melon.txt

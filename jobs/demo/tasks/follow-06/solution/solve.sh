@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat frost.txt
+mkdir lilac

@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+grep color lemon.txt
+echo orchid > flint.txt

@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+grep size cloud.txt
+echo lilac > poppy.txt

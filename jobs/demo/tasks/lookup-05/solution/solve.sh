@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+grep color fern.txt
+echo berry > bread.txt

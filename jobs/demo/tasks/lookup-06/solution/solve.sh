@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+grep size grape.txt
+echo olive > island.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+mv hazel.txt kettle.txt

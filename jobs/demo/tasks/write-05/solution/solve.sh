@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /app
+echo pearl > sugar.txt

@@ -1,0 +1,36 @@
+//! Replacing this program by the one that links libtorch. The process stays the same, so Slurm and
+//! PMIx notice nothing.
+
+use anyhow::{bail, Context};
+use std::{os::unix::process::CommandExt, path::PathBuf, process::Command};
+
+/// Set for the second program: rank 0 has printed the configuration and the checks already.
+pub const SHOWN: &str = "LEGORL_CHECKS_SHOWN";
+
+/// Path of a program beside this one.
+pub fn beside(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("the path of this program is unknown")?;
+    let path = own.with_file_name(name);
+    if !path.is_file() {
+        bail!(
+            "{} is missing: this command needs tensors, and `{name}` must lie beside `{}`; \
+             `cargo build --release` builds both",
+            path.display(),
+            own.file_name().unwrap_or_default().to_string_lossy(),
+        );
+    }
+    Ok(path)
+}
+
+/// Runs `name` with the arguments of this process in its place. Returns only on failure.
+pub fn replace(name: &str) -> anyhow::Error {
+    let path = match beside(name) {
+        Ok(path) => path,
+        Err(error) => return error,
+    };
+    let error = Command::new(&path)
+        .args(std::env::args_os().skip(1))
+        .env(SHOWN, "1")
+        .exec();
+    anyhow::Error::new(error).context(format!("cannot start {}", path.display()))
+}

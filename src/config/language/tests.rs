@@ -1,0 +1,282 @@
+//! Tests of the language: what it understands, what it refuses, and that no input breaks it.
+
+use super::*;
+use proptest::prelude::*;
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
+
+#[derive(Default)]
+struct Variables {
+    set: BTreeMap<String, String>,
+    arrays: BTreeMap<String, Vec<String>>,
+    environment: BTreeMap<String, String>,
+}
+
+impl Names for Variables {
+    fn configured(&self, name: &str) -> Option<String> {
+        self.set.get(name).cloned()
+    }
+    fn fallback(&mut self, name: &str, _: &Location) -> Option<String> {
+        self.environment.get(name).cloned()
+    }
+    fn environment(&self, name: &str) -> Option<String> {
+        self.environment.get(name).cloned()
+    }
+    fn is_array(&self, name: &str) -> bool {
+        self.arrays.contains_key(name)
+    }
+    fn set(&mut self, name: &str, setting: Setting, _: &Location) -> Result<(), LanguageError> {
+        match setting {
+            Setting::Text(text) => {
+                self.set.insert(name.to_owned(), text);
+            }
+            Setting::Array(items) => {
+                self.arrays.insert(name.to_owned(), items.into_iter().map(|(_, item)| item).collect());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn evaluate_bytes(bytes: &[u8]) -> Result<Variables, LanguageError> {
+    let mut variables = Variables::default();
+    variables.environment.insert("HOME".into(), "/home/u".into());
+    let file = parse(Arc::new("run.env".into()), bytes)?;
+    let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+    Evaluation {
+        names: &mut variables,
+        now,
+    }
+    .run(&file)?;
+    Ok(variables)
+}
+
+fn evaluate(text: &str) -> Variables {
+    evaluate_bytes(text.as_bytes()).unwrap_or_else(|error| panic!("{text:?} must be understood: {error}"))
+}
+
+/// The value of X.
+fn x(text: &str) -> String {
+    evaluate(text).set.remove("X").unwrap_or_else(|| panic!("{text:?} must set X"))
+}
+
+fn refuse(text: &str) -> LanguageError {
+    match evaluate_bytes(text.as_bytes()) {
+        Ok(variables) => panic!("{text:?} must be refused, and gave {:?}", variables.set),
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn quotes_escapes_and_comments() {
+    // What bash gives for the same line.
+    for (text, value) in [
+        ("X=plain", "plain"),
+        ("X=", ""),
+        ("X=\"\"", ""),
+        ("X='single $HOME \"x\"'", "single $HOME \"x\""),
+        ("X=\"double # not a comment\"  # comment", "double # not a comment"),
+        ("X=a#b", "a#b"),
+        ("X=a # b", "a"),
+        ("X=a\\ b", "a b"),
+        ("X=\"a\\\"b\\\\c\\$d\\e\"", "a\"b\\c$d\\e"),
+        ("X='a'\"b\"c", "abc"),
+        ("  X=indented", "indented"),
+        ("export X=exported", "exported"),
+        ("export Y=1 X=2", "2"),
+        ("X=one; Y=two", "one"),
+        ("X=con\\\ntinued", "continued"),
+        ("X=\"con\\\ntinued\"", "continued"),
+        ("X='two\nlines'", "two\nlines"),
+        ("\u{feff}X=bom", "bom"),
+        ("X=crlf\r\nY=2\r\n", "crlf"),
+        ("X=\"crlf\r\nin quotes\"\r\n", "crlf\nin quotes"),
+        ("X=$", "$"),
+        ("X=5$", "5$"),
+        ("X={a,b}", "{a,b}"),
+        ("X='[{\"host_path\":\"/a\"}]'", "[{\"host_path\":\"/a\"}]"),
+        ("X=ünïcode", "ünïcode"),
+    ] {
+        assert_eq!(x(text), value, "{text:?}");
+    }
+}
+
+#[test]
+fn expansions() {
+    for (text, value) in [
+        ("A=1\nX=${A}2", "12"),
+        ("A=1\nX=$A/2", "1/2"),
+        ("X=$HOME/.kube", "/home/u/.kube"),
+        ("X=${NO:-default}", "default"),
+        ("X=\"${NO:-two words}\"", "two words"),
+        ("A=\nX=${A:-empty}", "empty"),
+        ("A=\nX=${A-empty}", ""),
+        ("X=${HOME:-d}", "/home/u"),
+        ("A=1\nX=${A:+yes}", "yes"),
+        ("X=${A:+yes}", ""),
+        ("X=${A:-${B:-nested}}", "nested"),
+        (": \"${X:=set}\"", "set"),
+        ("X=kept\n: \"${X:=set}\"", "kept"),
+        ("X=\n: \"${X:=set}\"", "set"),
+        ("X=\n: \"${X=set}\"", ""),
+        (": \"${X:=['console', 'wandb']}\"", "['console', 'wandb']"),
+        (": \"${X:={a: 0, b: 1\\}}\"", "{a: 0, b: 1}"),
+        (": \"${X:={a: ${Y:-7}\\}}\"", "{a: 7}"),
+        (": \"${Y:?needed}\"\nX=1", "1"),
+        ("X=${Y:?needed}", "y"),
+        ("X=\"${NO:-\"inner quotes\"}\"", "inner quotes"),
+        ("X=$(date -u +%Y%m%d-%H%M%S)", "20231114-221320"),
+        ("X=run-$(date -u '+%Y %j')", "run-2023 318"),
+    ] {
+        let text = if text.contains("needed") { format!("Y=y\n{text}") } else { text.to_owned() };
+        assert_eq!(x(&text), value, "{text:?}");
+    }
+}
+
+#[test]
+fn arithmetic() {
+    for (expression, value) in [
+        ("1 + 2 * 3", "7"),
+        ("(1 + 2) * 3", "9"),
+        ("A / B", "3"),
+        ("$A % ${B}", "1"),
+        ("-7 / 2", "-3"),
+        ("2 ** 3 ** 2", "512"),
+        ("-2 ** 2", "4"),
+        ("10 - 3 - 2", "5"),
+        ("A > B && B > 0", "1"),
+        ("A == 10 ? 100 : 200", "100"),
+        ("!A", "0"),
+        ("0x10", "16"),
+        ("${NO:-5} + 1", "6"),
+        ("B != 0 || 1 / 0", "1"),
+        ("1 << 0 == 0", ""),
+    ] {
+        let text = format!("A=10\nB=3\nX=$(({expression}))");
+        if value.is_empty() {
+            refuse(&text);
+        } else {
+            assert_eq!(x(&text), value, "{expression}");
+        }
+    }
+    // The form of the original's templates.
+    assert_eq!(x("P=30000\nR=170000\nSP=8\n: \"${X:=$(((P + R) / SP))}\""), "25000");
+}
+
+#[test]
+fn arrays() {
+    let variables = evaluate("K=b\nM=(\n  a/one.env   # first\n  \"x/${K}.env\"\n\n  'c d'\n)\nE=()\n");
+    assert_eq!(variables.arrays["M"], ["a/one.env", "x/b.env", "c d"]);
+    assert!(variables.arrays["E"].is_empty());
+}
+
+#[test]
+fn what_is_not_a_value_is_refused_with_its_place_and_a_way_out() {
+    for (text, line, column, help) in [
+        ("X=$(hostname)", 1, 3, "date"),
+        ("A=1\nX=`id`", 2, 3, "date"),
+        ("X=$(date)", 1, 3, "date +FORMAT"),
+        ("X=$(date +%Q)", 1, 3, "%Y"),
+        ("X=*.parquet", 1, 3, "quotes"),
+        ("X=a | b", 1, 5, "quotes"),
+        ("X=a>b", 1, 4, "quotes"),
+        ("X=~/m", 1, 3, "${HOME}"),
+        ("X = 1", 1, 1, "without blanks"),
+        ("if [ -z x ]; then", 1, 1, "template module"),
+        ("source other.env", 1, 1, "TEMPLATE_MODULES"),
+        (". other.env", 1, 1, "TEMPLATE_MODULES"),
+        ("for i in 1 2; do", 1, 1, "write every value"),
+        ("set -euo pipefail", 1, 1, "remove this line"),
+        ("unset X", 1, 1, "remove this line"),
+        ("declare -x X=1", 1, 1, "NAME=value"),
+        ("rm -rf /", 1, 1, "NAME=value"),
+        ("X+=more", 1, 2, "whole value"),
+        ("X=${Y}", 1, 3, "${Y:-}"),
+        ("X=${Y:?set it}", 1, 3, "--set Y"),
+        ("X=${Y%.env}", 1, 6, "value itself"),
+        ("X=${Y/a/b}", 1, 6, "value itself"),
+        ("X=${#Y}", 1, 3, "${NAME}"),
+        ("X=${Y[0]}", 1, 6, "value itself"),
+        ("X=$1", 1, 3, "\\$"),
+        ("X=$'a'", 1, 3, "plain quotes"),
+        ("X='open", 1, 3, "'"),
+        ("X=\"open\nY=1", 1, 3, "\""),
+        ("X=${A:-open", 1, 3, "}"),
+        ("X=$((1 + ))", 1, 10, "whole numbers"),
+        ("X=$((1 / 0))", 1, 8, "variable on the right"),
+        ("A=1.5\nX=$((A * 2))", 2, 6, "whole numbers"),
+        ("X=$((9223372036854775807 + 1))", 1, 26, "smaller"),
+        ("X=$((08))", 1, 6, "zero"),
+        ("M=( a b", 1, 3, ")"),
+        ("M=( {a,b} )", 1, 5, "every item"),
+        ("M=( *.env )", 1, 5, "quotes"),
+        ("export NOT_SET", 1, 8, "export NOT_SET=value"),
+        ("X=a b", 1, 5, "quotes"),
+        ("A=(1)\nX=$A", 2, 3, "items"),
+    ] {
+        let error = refuse(text);
+        assert_eq!((error.location.line, error.location.column), (line, column), "{text:?}: {error}");
+        assert!(error.help.contains(help), "{text:?}: {error}");
+        assert!(error.to_string().starts_with(&format!("run.env:{line}:{column}: ")));
+    }
+}
+
+#[test]
+fn bytes_that_are_not_utf8_are_placed() {
+    let Err(error) = evaluate_bytes(b"A=1\nX=ab\xff\n") else {
+        panic!("invalid UTF-8 must be refused");
+    };
+    assert_eq!((error.location.line, error.location.column), (2, 5));
+}
+
+#[test]
+fn nesting_and_growth_end_in_an_error() {
+    let deep = format!("X={}{}", "${A:-".repeat(5000), "}".repeat(5000));
+    assert!(refuse(&deep).problem.contains("nested"));
+    let deep = format!("X=$(({}1{}))", "(".repeat(5000), ")".repeat(5000));
+    assert!(refuse(&deep).problem.contains("nested"));
+    let deep = format!("X=$(({}1))", "-".repeat(5000));
+    assert!(refuse(&deep).problem.contains("nested"));
+    let mut doubling = "A=0123456789\n".to_owned();
+    for _ in 0..40 {
+        doubling.push_str("A=$A$A\n");
+    }
+    assert!(refuse(&doubling).problem.contains("grows"));
+}
+
+/// Number of random inputs; `LEGORL_FUZZ_CASES` raises it.
+fn cases() -> u32 {
+    std::env::var("LEGORL_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(20_000)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
+
+    /// No input makes the parser panic, hang or grow without bound. Pieces of the language are mixed
+    /// so that most inputs get past the first character.
+    #[test]
+    fn no_input_breaks_the_parser(pieces in prop::collection::vec(prop_oneof![
+        Just("X="), Just("A="), Just("export "), Just(": "), Just("\""), Just("'"), Just("`"), Just("\\"),
+        Just("${"), Just("}"), Just("${A:-"), Just("${X:="), Just("${A:?"), Just("${A:+"), Just("$(("), Just("))"),
+        Just("$(date +"), Just("$("), Just(")"), Just("("), Just("\n"), Just("\r\n"), Just(" "), Just("#"), Just("1"),
+        Just("+"), Just("**"), Just("%"), Just("?"), Just(":"), Just("M=("), Just("$A"), Just("é"), Just("\0"), Just(";"),
+    ], 0..40)) {
+        let text = pieces.concat();
+        if let Err(error) = evaluate_bytes(text.as_bytes()) {
+            prop_assert!(!error.help.is_empty() && error.location.line >= 1 && error.location.column >= 1);
+        }
+    }
+
+    #[test]
+    fn arbitrary_bytes_do_not_break_it(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = evaluate_bytes(&bytes);
+    }
+
+    /// Any text comes back through single quotes.
+    #[test]
+    fn single_quotes_keep_every_text(text in "[^'\r\0]{0,60}") {
+        prop_assert_eq!(x(&format!("X='{text}'")), text);
+    }
+}

@@ -1,0 +1,216 @@
+//! The table of every variable. Parsing, validation, `config show` and `docs/configuration.md` are made
+//! from it; adding a variable means adding a row here and reading it in `settings::resolve`.
+
+mod algorithm;
+mod inert;
+mod rollout;
+mod run;
+
+pub use inert::{no_effect, NoEffect, NO_EFFECT};
+
+/// What a value must look like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// Any text.
+    Text,
+    /// A file or folder; relative paths count from `REPO_ROOT`.
+    Path,
+    /// A whole number in a range, both ends included.
+    Integer {
+        /// Smallest value.
+        min: i64,
+        /// Largest value.
+        max: i64,
+    },
+    /// A finite number in a range, both ends included.
+    Number {
+        /// Smallest value.
+        min: f64,
+        /// Largest value.
+        max: f64,
+    },
+    /// `True` or `False` (also `1`, `0`, `yes`, `no`, `on`, `off`, in any case).
+    Bool,
+    /// One of these names.
+    Choice(&'static [&'static str]),
+}
+
+/// What holds when no layer sets the variable.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum DefaultValue {
+    /// The run cannot start without a value.
+    Required,
+    /// This text.
+    Value(&'static str),
+    /// Computed from other variables, as this sentence says.
+    Derived(&'static str),
+    /// No value, which means what this sentence says.
+    Unset(&'static str),
+}
+
+/// Who needs to look at a variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// Everyone who starts a run.
+    Essential,
+    /// Whoever changes how a run trains.
+    Common,
+    /// Rarely touched.
+    Advanced,
+}
+
+/// One variable of a run config.
+#[derive(Clone, Copy, Debug)]
+pub struct Variable {
+    /// Name.
+    pub name: &'static str,
+    /// Section of the documentation.
+    pub section: &'static str,
+    /// Form of its value.
+    pub kind: Kind,
+    /// Without a value.
+    pub default: DefaultValue,
+    /// Unit, or nothing.
+    pub unit: &'static str,
+    /// Who needs it.
+    pub tier: Tier,
+    /// What it does, in one or two sentences.
+    pub doc: &'static str,
+}
+
+/// Every variable that has an effect, by section and in reading order.
+pub fn all() -> impl Iterator<Item = &'static Variable> {
+    [run::VARIABLES, algorithm::VARIABLES, rollout::VARIABLES]
+        .into_iter()
+        .flatten()
+}
+
+/// The variable with this name.
+pub fn find(name: &str) -> Option<&'static Variable> {
+    all().find(|v| v.name == name)
+}
+
+/// The known name that is nearest to `name`, if one is near enough to be what was meant.
+pub fn nearest(name: &str) -> Option<&'static str> {
+    let names = all().map(|v| v.name).chain(NO_EFFECT.iter().map(|n| n.name));
+    names
+        .map(|known| (strsim::damerau_levenshtein(name, known), known))
+        .min()
+        .filter(|(distance, known)| *distance <= 1 + known.len().max(name.len()) / 5)
+        .map(|(_, known)| known)
+}
+
+/// True for names whose values must never be shown.
+pub fn is_secret(name: &str) -> bool {
+    const MARKS: [&str; 5] = ["API_KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL"];
+    let name = name.to_ascii_uppercase();
+    // `…_TOKENS` and `…_TOKEN_LEN_…` are counts; only a name that ends in TOKEN holds one.
+    MARKS.iter().any(|mark| name.contains(mark)) || name == "TOKEN" || name.ends_with("_TOKEN")
+}
+
+const fn row(
+    section: &'static str,
+    name: &'static str,
+    kind: Kind,
+    default: DefaultValue,
+    unit: &'static str,
+    tier: Tier,
+    doc: &'static str,
+) -> Variable {
+    Variable {
+        name,
+        section,
+        kind,
+        default,
+        unit,
+        tier,
+        doc,
+    }
+}
+
+/// Whole numbers from `min`, bounded so that products of sizes stay inside 64 bits.
+const fn integer(min: i64) -> Kind {
+    Kind::Integer {
+        min,
+        max: u32::MAX as i64,
+    }
+}
+
+/// Numbers from `min` up.
+const fn number(min: f64) -> Kind {
+    Kind::Number { min, max: 1e12 }
+}
+
+const fn between(min: f64, max: f64) -> Kind {
+    Kind::Number { min, max }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_row_is_well_formed() {
+        let mut seen = BTreeSet::new();
+        for variable in all() {
+            assert!(seen.insert(variable.name), "{} is listed twice", variable.name);
+            assert!(
+                variable
+                    .name
+                    .chars()
+                    .all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'),
+                "{}",
+                variable.name
+            );
+            assert!(
+                variable.doc.ends_with('.'),
+                "{}: the text must be a sentence",
+                variable.name
+            );
+            if let DefaultValue::Value(text) = variable.default {
+                let checked = crate::config::settings::check_text(variable, text);
+                assert_eq!(
+                    checked,
+                    Ok(()),
+                    "{}: its default does not fit its own kind",
+                    variable.name
+                );
+            }
+        }
+        for entry in NO_EFFECT {
+            assert!(
+                seen.insert(entry.name),
+                "{} is both a variable and without effect",
+                entry.name
+            );
+            assert!(entry.reason.ends_with('.'), "{}", entry.name);
+        }
+    }
+
+    #[test]
+    fn a_near_name_is_found_and_a_far_one_is_not() {
+        assert_eq!(nearest("TRAIN_BZS"), Some("TRAIN_BSZ"));
+        assert_eq!(nearest("MODLE_PATH"), Some("MODEL_PATH"));
+        assert_eq!(nearest("COMPLETELY_DIFFERENT_THING"), None);
+    }
+
+    #[test]
+    fn secrets_are_recognised_and_token_counts_are_not() {
+        for name in [
+            "WANDB_API_KEY",
+            "HF_TOKEN",
+            "DB_PASSWORD",
+            "aws_secret_access_key",
+        ] {
+            assert!(is_secret(name), "{name}");
+        }
+        for name in [
+            "ENGINE_KV_CACHE_TOKENS",
+            "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU",
+            "ENGINE_MAX_TOKENS_PER_TURN",
+        ] {
+            assert!(!is_secret(name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The safetensors files of a model folder, memory-mapped.
+
+use super::{header, header::Entry, ModelConfig, ModelError};
+use crate::base::{DType, WeightTensor};
+use bytes::Bytes;
+use memmap2::Mmap;
+use serde::Deserialize;
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Element type of a stored tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredDType {
+    /// 32-bit float.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// 16-bit float; becomes f32 in a [`WeightTensor`].
+    F16,
+}
+
+/// A tensor where it lies. Cloning copies no data.
+#[derive(Clone, Debug)]
+pub struct StoredTensor {
+    /// Checkpoint name.
+    pub name: String,
+    /// Element type.
+    pub dtype: StoredDType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// The file's bytes, little-endian, row-major.
+    pub data: Bytes,
+    /// The file, for messages.
+    pub path: PathBuf,
+}
+
+impl StoredTensor {
+    /// For the wire and for [`super::save_folder`]: f32 and bf16 without a copy, f16 widened to f32.
+    pub fn to_weight(&self) -> WeightTensor {
+        let (dtype, data) = match self.dtype {
+            StoredDType::F32 => (DType::F32, self.data.clone()),
+            StoredDType::Bf16 => (DType::Bf16, self.data.clone()),
+            StoredDType::F16 => {
+                let widen = |b: &[u8]| half::f16::from_le_bytes([b[0], b[1]]).to_f32().to_le_bytes();
+                (DType::F32, self.data.chunks_exact(2).flat_map(widen).collect())
+            }
+        };
+        WeightTensor {
+            name: self.name.clone(),
+            dtype,
+            shape: self.shape.clone(),
+            data,
+        }
+    }
+}
+
+/// A range of a mapped file, kept alive by the `Bytes` made from it.
+struct MappedRange {
+    map: Arc<Mmap>,
+    range: Range<usize>,
+}
+
+impl AsRef<[u8]> for MappedRange {
+    fn as_ref(&self) -> &[u8] {
+        &self.map[self.range.clone()]
+    }
+}
+
+struct Shard {
+    path: PathBuf,
+    map: Arc<Mmap>,
+}
+
+/// All tensors of a model folder.
+pub struct Checkpoint {
+    dir: PathBuf,
+    shards: Vec<Shard>,
+    tensors: BTreeMap<String, (usize, Entry)>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json` names, and checks
+    /// their headers against their lengths.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let mut checkpoint = Self {
+            dir: dir.to_path_buf(),
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+        };
+        let index_path = dir.join("model.safetensors.index.json");
+        if !index_path.is_file() {
+            checkpoint.add_shard(dir.join("model.safetensors"))?;
+            return Ok(checkpoint);
+        }
+        let text = std::fs::read(&index_path).map_err(ModelError::io(&index_path))?;
+        let index: Index = serde_json::from_slice(&text).map_err(|source| ModelError::Json {
+            path: index_path.clone(),
+            source,
+        })?;
+        let mut files: Vec<&String> = index.weight_map.values().collect();
+        files.sort();
+        files.dedup();
+        for file in files {
+            checkpoint.add_shard(dir.join(file))?;
+        }
+        for (name, file) in &index.weight_map {
+            if !checkpoint.tensors.contains_key(name) {
+                return Err(ModelError::Tensor {
+                    name: name.clone(),
+                    path: dir.join(file),
+                    problem: format!("`{}` says that it is here, and it is not", index_path.display()),
+                });
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn add_shard(&mut self, path: PathBuf) -> Result<(), ModelError> {
+        let file = File::open(&path).map_err(ModelError::io(&path))?;
+        // SAFETY: the map is private and read-only. A checkpoint folder is published by a rename and
+        // never changed in place; a file that another program cuts off meanwhile would raise SIGBUS.
+        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(&path))?;
+        let shard = self.shards.len();
+        for (name, entry) in header::read(&map, &path)? {
+            if let Some((other, _)) = self.tensors.insert(name.clone(), (shard, entry)) {
+                let problem = format!("it is also in `{}`", self.shards[other].path.display());
+                return Err(ModelError::Tensor { name, path, problem });
+            }
+        }
+        self.shards.push(Shard {
+            path,
+            map: Arc::new(map),
+        });
+        Ok(())
+    }
+
+    /// Names of all stored tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// One tensor, which must have this shape.
+    pub fn get(&self, name: &str, shape: &[usize]) -> Result<StoredTensor, ModelError> {
+        let Some((shard, entry)) = self.tensors.get(name) else {
+            return Err(ModelError::Tensor {
+                name: name.to_string(),
+                path: self.dir.clone(),
+                problem: "no safetensors file of the folder holds it".into(),
+            });
+        };
+        let shard = &self.shards[*shard];
+        let bad = |problem: String| ModelError::Tensor {
+            name: name.to_string(),
+            path: shard.path.clone(),
+            problem,
+        };
+        if entry.shape != shape {
+            return Err(bad(format!(
+                "its shape is {:?} and config.json asks for {shape:?}",
+                entry.shape
+            )));
+        }
+        let dtype = match entry.dtype.as_str() {
+            "F32" => StoredDType::F32,
+            "BF16" => StoredDType::Bf16,
+            "F16" => StoredDType::F16,
+            other => {
+                return Err(bad(format!(
+                    "element type {other} is not supported (supported: F32, BF16, F16)"
+                )))
+            }
+        };
+        Ok(StoredTensor {
+            name: name.to_string(),
+            dtype,
+            shape: shape.to_vec(),
+            data: Bytes::from_owner(MappedRange {
+                map: shard.map.clone(),
+                range: entry.range(),
+            }),
+            path: shard.path.clone(),
+        })
+    }
+
+    /// Every tensor of the model, in checkpoint order. Tensors that the model does not have are left out.
+    pub fn read_all(&self, config: &ModelConfig) -> Result<Vec<StoredTensor>, ModelError> {
+        let table = config.tensor_table();
+        table.iter().map(|t| self.get(&t.name, &t.shape)).collect()
+    }
+}

@@ -1,0 +1,92 @@
+//! The window of a trial against what engine and model hold.
+
+use crate::{
+    config::Settings,
+    preflight::{Facts, Outcome, Rule, Verdict},
+};
+
+pub(super) const RULE: Rule = Rule {
+    id: "context-window",
+    what: "MAX_PROMPT + MAX_RESP fits the engine's context, its cache and the model's positions.",
+    why: "A trial that outgrows the engine ends as overlong; positions beyond the model's own give noise.",
+    evidence: "By construction: the engine refuses a prompt that leaves no room, and config.json states max_position_embeddings.",
+    fix: "Lower MAX_PROMPT or MAX_RESP, or raise ROLLOUT_MAX_MODEL_LEN and ENGINE_KV_CACHE_TOKENS.",
+    check,
+};
+
+fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
+    let window = s.window_tokens();
+    let engine = u64::from(s.engine.max_model_len);
+    let mut found = Vec::new();
+    if s.engine.kv_cache_tokens < engine {
+        found.push((
+            Verdict::Fatal,
+            format!(
+                "ENGINE_KV_CACHE_TOKENS={} cannot hold one sequence of ROLLOUT_MAX_MODEL_LEN={engine}",
+                s.engine.kv_cache_tokens
+            ),
+        ));
+    }
+    if u64::from(s.data.max_prompt_tokens) >= engine {
+        found.push((
+            Verdict::Fatal,
+            format!(
+                "MAX_PROMPT={} leaves no room in ROLLOUT_MAX_MODEL_LEN={engine}",
+                s.data.max_prompt_tokens
+            ),
+        ));
+    } else if window > engine {
+        found.push((
+            Verdict::Warn,
+            format!("the window MAX_PROMPT + MAX_RESP = {window} is cut by ROLLOUT_MAX_MODEL_LEN={engine}"),
+        ));
+    }
+    match facts.map(|f| &f.model) {
+        Some(Ok(model)) if engine.min(window) > model.max_position_embeddings => found.push((
+            Verdict::Fatal,
+            format!(
+                "a window of {} tokens exceeds the model's max_position_embeddings={}",
+                engine.min(window),
+                model.max_position_embeddings
+            ),
+        )),
+        _ => {}
+    }
+    if found.is_empty() {
+        let model = match facts.map(|f| &f.model) {
+            Some(Ok(model)) => format!(", model {}", model.max_position_embeddings),
+            _ => String::new(),
+        };
+        found.push((
+            Verdict::Ok,
+            format!("window={window} fits: engine {engine}{model}"),
+        ));
+        if facts.is_none() {
+            found.push((
+                Verdict::Skip,
+                "window against the model's positions: needs config.json".into(),
+            ));
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::preflight::rules::testing::{facts, settings};
+
+    #[test]
+    fn engine_cache_and_model_bound_the_window() {
+        let full = |set: &[&str]| check(&settings(set), Some(&facts()))[0].0;
+        assert_eq!(full(&[]), Verdict::Ok);
+        assert_eq!(
+            full(&["MAX_RESP=1000"]),
+            Verdict::Fatal,
+            "the model of the test has 1024 positions"
+        );
+        assert_eq!(full(&["ROLLOUT_MAX_MODEL_LEN=512"]), Verdict::Warn);
+        assert_eq!(full(&["ROLLOUT_MAX_MODEL_LEN=256"]), Verdict::Fatal);
+        assert_eq!(full(&["ENGINE_KV_CACHE_TOKENS=700"]), Verdict::Fatal);
+    }
+}

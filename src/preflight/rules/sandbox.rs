@@ -1,0 +1,49 @@
+//! Sandboxes can start.
+
+use crate::{
+    config::{values::Backend, Settings},
+    preflight::{Facts, Outcome, Rule, Verdict},
+};
+
+pub(super) const RULE: Rule = Rule {
+    id: "sandbox",
+    what: "A sandbox of the chosen backend starts on this machine.",
+    why: "Without it every trial fails in its set-up, and the run trains on nothing.",
+    evidence: "The smallest sandbox, with all namespaces that a trial uses, is started and ended.",
+    fix: "Install bubblewrap, and allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone).",
+    check,
+};
+
+fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
+    let Some(facts) = facts else {
+        return vec![(
+            Verdict::Skip,
+            format!("BACKEND={}: needs this machine", s.run.backend),
+        )];
+    };
+    match &facts.sandbox {
+        Some(Ok(version)) => vec![(Verdict::Ok, format!("sandboxes start ({version})"))],
+        Some(Err(problem)) => vec![(Verdict::Fatal, format!("BACKEND={}: {problem}", s.run.backend))],
+        None if s.run.backend == Backend::Process => {
+            vec![(Verdict::Skip, "BACKEND=process: not probed".into())]
+        }
+        None => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::preflight::rules::testing::{facts, settings};
+
+    #[test]
+    fn a_sandbox_that_does_not_start_is_fatal() {
+        let broken = Facts {
+            sandbox: Some(Err("bwrap: No permissions to create new namespace".into())),
+            ..facts()
+        };
+        assert_eq!(check(&settings(&[]), Some(&broken))[0].0, Verdict::Fatal);
+        assert_eq!(check(&settings(&[]), Some(&facts()))[0].0, Verdict::Ok);
+        assert_eq!(check(&settings(&[]), None)[0].0, Verdict::Skip);
+    }
+}

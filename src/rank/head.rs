@@ -1,0 +1,274 @@
+//! Rank 0: the run from its start, or from where it stopped, to its last step.
+//!
+//! ```text
+//!   buffer ──batch──> trainer ──weights──> engines          this thread, one step after the other
+//!     ▲                  └──snapshot──> checkpoint writer   its own thread
+//!     │ trial ends
+//!   workers ──agent──> proxy ──tokens──> balancer ──> engines      control, proxy and engine threads
+//! ```
+//!
+//! | Waits | For | Unblocked by | At most |
+//! |---|---|---|---|
+//! | this thread | a batch | workers that end trials; a stop | the time of all attempts of a trial |
+//! | this thread | engines to take weights | engine threads | [`PUSH_DEADLINE`] |
+//! | this thread | room in the checkpoint writer | the writer | its queue deadline |
+//! | workers | a trial to start | [`Buffer::step_done`] | until the run ends |
+//! | agents | model calls | engine threads, never this one | their own limits |
+//!
+//! A step is: batch, trainer, weights to the engines, `step_done`, checkpoint, validation, metrics. The
+//! order matters: trials of the next version start only when every engine has the new weights.
+
+use super::{
+    checkpointing::Checkpointing,
+    control::Control,
+    report::Report,
+    roles::RoleMap,
+    signals::{StopFlag, EXIT_REQUEUE},
+    stages,
+    validation::Validation,
+    wiring::Parts,
+};
+use crate::{
+    base::PolicyVersion,
+    config::settings::Settings,
+    rollout::{
+        lease::{LeaseConfig, LeaseTable},
+        workers::{run_workers, WorkersConfig, WorkersEnd},
+    },
+    train::{
+        batch::TrainBatch,
+        buffer::{Buffer, BufferError},
+        trainer::Trainer,
+        weights::push,
+    },
+};
+use anyhow::{bail, Context};
+use std::{
+    collections::BTreeMap,
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::task::JoinHandle;
+
+/// Longest time for all engines to take new weights.
+pub const PUSH_DEADLINE: Duration = Duration::from_secs(600);
+/// Running trials are cancelled and their sandboxes deleted within this time at the end.
+const WIND_DOWN: Duration = Duration::from_secs(120);
+/// How often the wait for a batch looks at the stop flag and at the workers.
+const WAIT_SLICE: Duration = Duration::from_millis(200);
+
+/// A run on rank 0.
+pub struct Head<'a> {
+    settings: &'a Settings,
+    parts: Parts,
+    trainer: Trainer,
+    buffer: Arc<Buffer>,
+    checkpoints: Checkpointing,
+    report: Arc<Report>,
+    control: Control,
+    stop: StopFlag,
+    total_steps: u32,
+    last_saved: u32,
+}
+
+/// Seconds by stage of one step.
+type Timing = BTreeMap<String, f64>;
+
+impl<'a> Head<'a> {
+    /// Puts a run together from its parts.
+    #[allow(clippy::too_many_arguments, reason = "one call, from wiring")]
+    pub fn new(
+        settings: &'a Settings,
+        parts: Parts,
+        trainer: Trainer,
+        buffer: Arc<Buffer>,
+        checkpoints: Checkpointing,
+        report: Arc<Report>,
+        control: Control,
+        stop: StopFlag,
+        total_steps: u32,
+    ) -> Self {
+        let last_saved = trainer.version().0;
+        Self { settings, parts, trainer, buffer, checkpoints, report, control, stop, total_steps, last_saved }
+    }
+
+    /// The control plane's threads.
+    pub fn control(&self) -> &Control {
+        &self.control
+    }
+
+    /// Runs to the last step or to a stop.
+    pub fn run(&mut self, roles: &RoleMap) -> anyhow::Result<ExitCode> {
+        let first = self.trainer.version().0;
+        self.report.started(roles, first, self.total_steps);
+        // The engines started with some weights; what they serve from here on is the trainer's version.
+        self.publish_weights()?;
+        if first == 0 && self.settings.schedule.val_before_train {
+            self.validate(0)?;
+        }
+        let rollouts = self.start_rollouts();
+        let outcome = self.steps(&rollouts);
+        self.control.stop_trials();
+        let wound_down = self.control.wait("the running trials", WIND_DOWN, rollouts);
+        // Even after an error the steps that were made are kept.
+        let saved = self.save_last();
+        let finished = outcome?;
+        wound_down?.context("the task that runs trials panicked")?;
+        saved?;
+        let step = self.trainer.version().0;
+        self.report.finished(step, self.total_steps);
+        Ok(if finished { ExitCode::SUCCESS } else { ExitCode::from(EXIT_REQUEUE) })
+    }
+
+    fn start_rollouts(&self) -> JoinHandle<WorkersEnd> {
+        let table = Arc::new(LeaseTable::new(self.buffer.clone(), LeaseConfig::default()));
+        let config = WorkersConfig::new(self.settings.rollout.n_concurrent as usize, self.parts.owner.clone());
+        self.control.spawn(run_workers(
+            config,
+            table,
+            self.parts.runner.clone(),
+            self.parts.tasks.clone(),
+            self.buffer.clone(),
+            self.control.stopping(),
+            self.report.on_worker_event(),
+        ))
+    }
+
+    /// True when the last step was made, false after a stop.
+    fn steps(&mut self, rollouts: &JoinHandle<WorkersEnd>) -> anyhow::Result<bool> {
+        while self.trainer.version().0 < self.total_steps {
+            let begin = Instant::now();
+            let mut timing = Timing::new();
+            let step = self.trainer.version().0 + 1;
+
+            let Some(batch) = timed(&mut timing, "gen", || self.next_batch(step, rollouts))? else {
+                return Ok(false);
+            };
+            self.report.batch(&batch);
+            let metrics = self.trainer.step(&batch).with_context(|| format!("step {step}"))?;
+            timed(&mut timing, "update_weights", || self.publish_weights())?;
+            self.buffer.step_done(PolicyVersion(step))?;
+
+            let last = step == self.total_steps;
+            if last || due(step, self.settings.schedule.save_freq) {
+                timed(&mut timing, "save_checkpoint", || self.save())?;
+            }
+            let score = if last || due(step, self.settings.schedule.test_freq) {
+                timed(&mut timing, "testing", || self.validate(step))?
+            } else {
+                None
+            };
+            for report in self.checkpoints.collect(&self.buffer)? {
+                self.report.checkpoint(&report);
+            }
+            timing.insert("step".into(), begin.elapsed().as_secs_f64());
+            self.report.step(metrics, &timing, self.buffer.status(), &self.parts.engine_status(), score.as_ref());
+            if self.stop.is_set() && !last {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Waits for the groups of a step; nothing after a stop.
+    fn next_batch(&self, step: u32, rollouts: &JoinHandle<WorkersEnd>) -> anyhow::Result<Option<TrainBatch>> {
+        let deadline = Instant::now() + stages::trial_deadline(self.settings);
+        loop {
+            if self.stop.is_set() {
+                return Ok(None);
+            }
+            let slice = (Instant::now() + WAIT_SLICE).min(deadline);
+            match self.buffer.next_batch(step, slice) {
+                Ok(batch) => return Ok(Some(batch)),
+                Err(BufferError::Deadline { .. }) if Instant::now() < deadline => {}
+                Err(error) => return Err(error.into()),
+            }
+            if rollouts.is_finished() && !self.stop.is_set() {
+                bail!("the task that runs trials ended before step {step} had its groups");
+            }
+            for report in self.checkpoints.collect(&self.buffer)? {
+                self.report.checkpoint(&report);
+            }
+        }
+    }
+
+    fn publish_weights(&self) -> anyhow::Result<()> {
+        let update = Arc::new(self.trainer.weight_update(self.trainer.version()));
+        let pushed = push(update, &self.parts.weight_targets, PUSH_DEADLINE);
+        // `push` has the same deadline for every replica; this one only guards against a hang of its own.
+        let report = self.control.wait("the push of weights", PUSH_DEADLINE + WIND_DOWN, pushed)??;
+        self.report.weights(&report);
+        Ok(())
+    }
+
+    fn save(&mut self) -> anyhow::Result<()> {
+        self.checkpoints.save(&self.trainer, &self.buffer)?;
+        self.last_saved = self.trainer.version().0;
+        Ok(())
+    }
+
+    /// The checkpoint of the last step that was made, and the end of all writing.
+    fn save_last(&mut self) -> anyhow::Result<()> {
+        if self.trainer.version().0 > self.last_saved {
+            self.save()?;
+        }
+        let mut failed = None;
+        for report in self.checkpoints.drain(&self.buffer)? {
+            self.report.checkpoint(&report);
+            failed = report.result.err();
+        }
+        match failed {
+            Some(error) => Err(error).context("the last checkpoint is not written; the run would go on from the one before"),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs the held-out tasks at the current version. Nothing without `VAL_FILES`, or after a stop.
+    fn validate(&self, step: u32) -> anyhow::Result<Option<super::validation::ValidationScore>> {
+        let Some(index) = &self.parts.tasks.val else { return Ok(None) };
+        let round = Arc::new(
+            Validation::open(
+                &self.settings.paths.run.join("validation"),
+                step,
+                index.len(),
+                self.settings.validation.n,
+                self.settings.run.seed,
+                self.settings.validation.max_retries + 1,
+            )
+            .with_context(|| format!("validation of step {step}"))?,
+        );
+        self.report.validation_started(step, round.remaining());
+        let table = Arc::new(LeaseTable::new(round.clone(), LeaseConfig::default()));
+        let config = WorkersConfig::new(self.settings.rollout.n_concurrent as usize, self.parts.owner.clone());
+        let workers = run_workers(
+            config,
+            table,
+            self.parts.runner.clone(),
+            self.parts.tasks.clone(),
+            round.clone(),
+            self.control.stopping(),
+            self.report.on_worker_event(),
+        );
+        let waves = (index.len() as u32 * self.settings.validation.n).div_ceil(self.settings.rollout.n_concurrent.max(1));
+        let limit = stages::trial_deadline(self.settings) * waves.max(1);
+        let end = self.control.wait(&format!("validation of step {step}"), limit, workers)?;
+        if end == WorkersEnd::Stopped {
+            return Ok(None);
+        }
+        let score = round.score();
+        self.report.validation(step, &score);
+        Ok(Some(score))
+    }
+}
+
+fn due(step: u32, freq: Option<u32>) -> bool {
+    freq.is_some_and(|f| f > 0 && step % f == 0)
+}
+
+fn timed<T>(timing: &mut Timing, name: &str, work: impl FnOnce() -> T) -> T {
+    let begin = Instant::now();
+    let value = work();
+    timing.insert(name.into(), begin.elapsed().as_secs_f64());
+    value
+}

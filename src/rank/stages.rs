@@ -1,0 +1,205 @@
+//! From [`Settings`] to the resolved structs of the stages. One function a stage, nothing else: a stage
+//! never sees `Settings`, and what a variable means for it can be read here in one line.
+
+use crate::{
+    config::settings::{
+        values::{KlLossType, LossAggMode, LrScheduler, PolicyLossMode},
+        Settings,
+    },
+    rollout::trial::{PurposeConfig, TrialRunnerConfig},
+    serve::{
+        engine::remote::RemoteConfig,
+        proxy::{router::RouterConfig, ProxyConfig},
+        session_scheduler::SchedulerConfig,
+    },
+    train::{
+        algorithm::{
+            gspo::Gspo, ppo_clip::PpoClip, Aggregation, KlEstimator, KlLoss, LrKind, LrSchedule, Objective, PolicyLoss,
+        },
+        buffer::BufferConfig,
+        trainer::{AdamWConfig, BackwardMode, TrainerConfig},
+    },
+};
+use anyhow::Context;
+use std::{net::ToSocketAddrs, path::PathBuf, time::Duration};
+
+/// Sampled tokens whose logits exist at the same time: 2,048 rows of a 150k vocabulary are 1.2 GB in f32.
+const HEAD_CHUNK_TOKENS: usize = 2048;
+/// A shard is closed at this size, so that old ones can be deleted.
+const SHARD_BYTES: u64 = 256 << 20;
+/// Installing the agent copies one file.
+const AGENT_SETUP_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The objective that `POLICY_LOSS_MODE`, `LOSS_AGG_MODE` and `USE_KL_LOSS` describe.
+pub fn objective(settings: &Settings) -> Objective {
+    let a = &settings.algorithm;
+    Objective {
+        policy_loss: match a.policy_loss_mode {
+            PolicyLossMode::Vanilla => {
+                PolicyLoss::Ppo(PpoClip { low: a.clip_low, high: a.clip_high, dual: a.clip_ratio_c })
+            }
+            PolicyLossMode::Gspo => PolicyLoss::Gspo(Gspo { low: a.clip_low, high: a.clip_high }),
+        },
+        aggregation: match a.loss_agg_mode {
+            LossAggMode::TokenMean => Aggregation::TokenMean,
+            LossAggMode::SeqMeanTokenMean => Aggregation::SeqMeanTokenMean,
+            LossAggMode::SeqMeanTokenSum => Aggregation::SeqMeanTokenSum,
+        },
+        kl: a.use_kl_loss.then(|| KlLoss {
+            estimator: match a.kl_loss_type {
+                KlLossType::LowVarKl => KlEstimator::K3,
+                KlLossType::K1 => KlEstimator::K1,
+                KlLossType::K2 => KlEstimator::K2,
+            },
+            coefficient: a.kl_loss_coef,
+        }),
+        entropy_coefficient: a.entropy_coeff,
+    }
+}
+
+/// The trainer.
+pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerConfig {
+    let optim = &settings.optim;
+    TrainerConfig {
+        objective: objective(settings),
+        norm_adv_by_std: settings.algorithm.norm_adv_by_std,
+        temperature: f64::from(settings.sampling.temperature),
+        mini_batch_groups: settings.batch.train_mini_bsz as usize,
+        ppo_epochs: settings.batch.ppo_epochs as usize,
+        max_token_len_per_gpu: settings.batch.max_token_len_per_gpu as usize,
+        head_chunk_tokens: HEAD_CHUNK_TOKENS,
+        // Under async the engine's policy is the one that the ratio must be taken against.
+        bypass_old_logprobs: settings.rollout.staleness > 0.0,
+        importance: None,
+        optimizer: AdamWConfig {
+            beta1: optim.beta1,
+            beta2: optim.beta2,
+            weight_decay: optim.weight_decay,
+            ..AdamWConfig::default()
+        },
+        lr: LrSchedule {
+            kind: match optim.scheduler {
+                LrScheduler::Constant => LrKind::Constant,
+                LrScheduler::Cosine => LrKind::Cosine,
+                LrScheduler::Linear => LrKind::Linear,
+            },
+            peak: optim.lr,
+            warmup_steps: u64::from(optim.warmup_steps),
+            total_steps: Some(u64::from(total_steps)),
+            min_ratio: 0.0,
+        },
+        max_grad_norm: optim.grad_clip,
+        max_response_len: settings.data.max_response_tokens as usize,
+        num_threads: threads,
+        backward: BackwardMode::BlockLoop,
+    }
+}
+
+/// The buffer.
+pub fn buffer(settings: &Settings, n_rows: u32, total_steps: u32) -> BufferConfig {
+    BufferConfig {
+        dir: settings.paths.run.join("buffer"),
+        n_resp: settings.batch.n_resp,
+        train_bsz: settings.batch.train_bsz,
+        staleness: settings.rollout.staleness,
+        total_steps,
+        n_rows,
+        seed: settings.run.seed,
+        max_attempts: settings.max_attempts(),
+        roll_bytes: SHARD_BYTES,
+    }
+}
+
+/// Trials.
+pub fn trials(settings: &Settings, owner: &str) -> TrialRunnerConfig {
+    let agent = &settings.agent;
+    TrialRunnerConfig {
+        trials_dir: settings.paths.trials.clone(),
+        run: format!("{}/{}", settings.run.project_name, settings.run.exp_name),
+        owner: owner.to_owned(),
+        train: PurposeConfig { sampling: settings.sampling.params(), agent_timeout_max: agent.max_timeout },
+        val: PurposeConfig {
+            sampling: settings.validation.sampling.params(),
+            agent_timeout_max: settings.validation.agent_max_timeout,
+        },
+        max_turns: agent.max_iterations,
+        max_total_tokens: settings.data.max_prompt_tokens + settings.data.max_response_tokens,
+        max_tokens_per_turn: settings.engine.max_tokens_per_turn,
+        max_consecutive_no_tool: agent.max_consecutive_no_tool,
+        agent_timeout_multiplier: agent.timeout_multiplier,
+        verifier_timeout_multiplier: agent.verifier_timeout_multiplier,
+        agent_setup_timeout: AGENT_SETUP_TIMEOUT,
+        override_cpus: settings.sandbox.override_cpus,
+        override_memory_mb: settings.sandbox.override_memory_mb,
+        pids_limit: Some(settings.sandbox.pids_limit),
+    }
+}
+
+/// Admission and balancing.
+pub fn router(settings: &Settings) -> RouterConfig {
+    let s = &settings.scheduler;
+    RouterConfig {
+        scheduler: SchedulerConfig {
+            enabled: s.enabled,
+            high_watermark: s.high_watermark,
+            hit_threshold: s.hit_threshold,
+            idle_grace: s.idle_grace,
+            ..SchedulerConfig::default()
+        },
+        wait_poll: s.wait_poll,
+        ..RouterConfig::default()
+    }
+}
+
+/// The proxy.
+pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
+    let p = &settings.proxy;
+    let address = (p.host.as_str(), p.port)
+        .to_socket_addrs()
+        .with_context(|| format!("PROXY_HOST={}", p.host))?
+        .next()
+        .with_context(|| format!("PROXY_HOST={} has no address", p.host))?;
+    let model = &settings.model;
+    Ok(ProxyConfig {
+        tcp: Some(address),
+        tool_call_parser: model.tool_call_parser.name().to_owned(),
+        max_body_bytes: p.max_request_body_bytes,
+        ..ProxyConfig::new(proxy_socket(settings)?, model.served_model_name.clone(), model.path.clone())
+    })
+}
+
+/// A path that is short enough for a unix socket (107 bytes) and the same in every attempt of a run.
+fn proxy_socket(settings: &Settings) -> anyhow::Result<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let run = crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes());
+    // SAFETY: geteuid has no preconditions.
+    let user = unsafe { libc::geteuid() };
+    let folder = std::env::temp_dir().join(format!("legorl-{user}-{run:08x}"));
+    std::fs::create_dir_all(&folder)
+        .and_then(|()| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)))
+        .with_context(|| format!("cannot make {} for the proxy's socket; TMPDIR moves it", folder.display()))?;
+    Ok(folder.join("proxy.sock"))
+}
+
+/// Replicas on other ranks.
+pub fn remote() -> RemoteConfig {
+    RemoteConfig::default()
+}
+
+/// Longest time in which a trial ends, all attempts included: what a wait for a batch may take.
+pub fn trial_deadline(settings: &Settings) -> Duration {
+    let build_and_verify = Duration::from_secs(1800);
+    (settings.agent.max_timeout + build_and_verify) * settings.max_attempts()
+}
+
+/// What a run must not change between attempts, as one line; a checkpoint of another one is refused.
+pub fn fingerprint(settings: &Settings, model: &crate::model::hf::ModelConfig) -> String {
+    format!(
+        "TRAIN_BSZ={} N_RESP={} SEED={} TRAIN_FILES={} model={}",
+        settings.batch.train_bsz,
+        settings.batch.n_resp,
+        settings.run.seed,
+        settings.data.train_files.display(),
+        model.to_value()
+    )
+}

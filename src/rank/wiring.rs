@@ -1,0 +1,226 @@
+//! The one place where `rollout`, `serve` and `train` meet.
+//!
+//! ```text
+//!                      ┌────────────── rank 0 ───────────────────────────────┐   other ranks
+//!   workers ─ runner ─▶│ sandbox ─ agent ─▶ proxy ─▶ router ─▶ NativeEngine  │
+//!     ▲                │                              │   └──▶ RemoteEngine ─┼─▶ EngineServer ─ NativeEngine
+//!     │ plan, sink     │                                                     │
+//!   buffer ──batch────▶│ trainer ── weights ──▶ every engine                 │
+//!                      └─────────────────────────────────────────────────────┘
+//! ```
+//!
+//! A world of one rank takes the same path with one local replica: it is the special case with nothing
+//! on the right.
+
+use super::{
+    checkpointing::{Checkpointing, ResumePoint},
+    control::Control,
+    head::Head,
+    report::Report,
+    roles::RoleMap,
+    run_lock::{host_name, RunLock},
+    signals::StopFlag,
+    stages,
+};
+use crate::{
+    base::{Engine, EngineStatus, ReplicaId, WeightTarget},
+    comm::Communicator,
+    config::settings::{
+        values::{Backend, Scaffold as ScaffoldName},
+        Settings,
+    },
+    model::{hf::ModelConfig, net::Policy},
+    rollout::{
+        sandbox::{
+            process::{ProcessBackend, ProcessBackendConfig},
+            SandboxBackend,
+        },
+        scaffold::{
+            mini::{Mini, MiniConfig},
+            Scaffold,
+        },
+        task::TaskIndex,
+        trial::TrialRunner,
+        workers::{AttemptRunner, TaskIndexes},
+    },
+    serve::{
+        engine::{
+            native::{NativeEngine, NativeEngineConfig},
+            remote::RemoteEngine,
+        },
+        proxy::{Proxy, router::Router},
+    },
+    train::{buffer::Buffer, trainer::Trainer},
+};
+use anyhow::{bail, Context};
+use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
+use tch::Device;
+
+/// Sandboxes of an earlier process of this run are deleted within this time.
+const REAP_DEADLINE: Duration = Duration::from_secs(120);
+/// The proxy answers running requests for at most this long when the run ends.
+const PROXY_DRAIN: Duration = Duration::from_secs(10);
+
+/// What the head's loop uses.
+pub struct Parts {
+    /// Owner of leases and sandboxes: this process of this run.
+    pub owner: String,
+    /// Runs trials.
+    pub runner: Arc<dyn AttemptRunner>,
+    /// Indexes that assignments refer to.
+    pub tasks: TaskIndexes,
+    /// Every replica, in the order of their ids.
+    pub engines: Vec<Arc<dyn Engine>>,
+    /// The same replicas, as takers of weights.
+    pub weight_targets: Vec<Arc<dyn WeightTarget>>,
+}
+
+impl Parts {
+    /// Load of every replica, in the order of their ids.
+    pub fn engine_status(&self) -> Vec<EngineStatus> {
+        self.engines.iter().map(|e| e.status()).collect()
+    }
+}
+
+/// Threads that libtorch and the engine may use.
+pub fn compute_threads(settings: &Settings) -> usize {
+    settings.optim.torch_num_threads.map_or_else(
+        || std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        |threads| threads as usize,
+    )
+}
+
+/// Size of a replica.
+pub fn engine_config(settings: &Settings) -> NativeEngineConfig {
+    NativeEngineConfig {
+        max_num_seqs: settings.engine.max_num_seqs as usize,
+        max_model_len: settings.engine.max_model_len as usize,
+        kv_cache_tokens: settings.engine.kv_cache_tokens as usize,
+        num_threads: compute_threads(settings),
+        ..NativeEngineConfig::default()
+    }
+}
+
+/// Rank 0 from start to end.
+pub fn run_head(
+    settings: &Settings,
+    attempt: &Path,
+    comm: &Arc<dyn Communicator>,
+    roles: &RoleMap,
+) -> anyhow::Result<ExitCode> {
+    let stop = StopFlag::install().context("cannot install signal handlers")?;
+    let _lock = RunLock::acquire(&settings.paths.run)?;
+    let model = ModelConfig::from_dir(&settings.model.path)?;
+    let tasks = TaskIndexes {
+        train: Arc::new(TaskIndex::open(&settings.data.train_files)?),
+        val: settings.data.val_files.as_deref().map(TaskIndex::open).transpose()?.map(Arc::new),
+    };
+    let n_rows = u32::try_from(tasks.train.len()).context("the training index has more than 2^32 rows")?;
+    let total_steps = u32::try_from(settings.total_steps(n_rows.into())).context("more than 2^32 steps")?;
+    if total_steps == 0 {
+        bail!(
+            "TOTAL_EPOCHS={} passes over {n_rows} rows make less than one batch of TRAIN_BSZ={}",
+            settings.schedule.total_epochs,
+            settings.batch.train_bsz
+        );
+    }
+
+    let checkpoints = Checkpointing::open(settings, &model)?;
+    let resume = checkpoints.latest()?;
+    let step = resume.as_ref().map_or(0, |r| r.content.state.global_step);
+    let report = Arc::new(Report::open(settings, step, total_steps, attempt)?);
+    if let Some(resume) = &resume {
+        report.resumed(&resume.checkpoint);
+    }
+    let buffer =
+        Buffer::open(stages::buffer(settings, n_rows, total_steps), resume.as_ref().map(|r| &r.manifest))?;
+    let trainer = make_trainer(settings, total_steps, resume)?;
+    let control = Control::start(stop.clone())?;
+
+    let engines = make_engines(settings, comm, roles, &trainer)?;
+    let router = Arc::new(Router::new(stages::router(settings)));
+    for (place, engine) in engines.iter().enumerate() {
+        router.join(ReplicaId(place as u32), engine.clone());
+    }
+    let proxy = Proxy::start(stages::proxy(settings)?, router)?;
+    report.proxy(proxy.tcp());
+
+    let owner = format!("{}:{}", host_name(), settings.paths.run.display());
+    let backend = make_backend(settings, &owner)?;
+    let scaffold = make_scaffold(settings)?;
+    scaffold.check()?;
+    let sandboxes = control.wait("the check of the sandbox backend", REAP_DEADLINE, backend.check())??;
+    let reaped = control.wait("the removal of old sandboxes", REAP_DEADLINE, backend.reap())??;
+    report.sandboxes(&sandboxes, reaped);
+
+    let runner = TrialRunner::new(stages::trials(settings, &owner), backend, scaffold, proxy.clone())?;
+    let parts = Parts {
+        owner,
+        runner: Arc::new(runner),
+        tasks,
+        weight_targets: engines.iter().map(|e| e.clone() as Arc<dyn WeightTarget>).collect(),
+        engines,
+    };
+    let mut head =
+        Head::new(settings, parts, trainer, buffer, checkpoints, report, control, stop, total_steps);
+    let outcome = head.run(roles);
+    let drained = head.control().wait("the end of the proxy", PROXY_DRAIN * 2, proxy.shutdown(PROXY_DRAIN));
+    let code = outcome?;
+    drained??;
+    Ok(code)
+}
+
+fn make_trainer(settings: &Settings, total_steps: u32, resume: Option<ResumePoint>) -> anyhow::Result<Trainer> {
+    let threads = compute_threads(settings) as i32;
+    let config = stages::trainer(settings, total_steps, threads);
+    let policy = Policy::load(&settings.model.path, Device::Cpu)?;
+    let reference = match config.objective.kl {
+        Some(_) => Some(Policy::load(&settings.model.path, Device::Cpu)?),
+        None => None,
+    };
+    let mut trainer = Trainer::new(config, policy, reference)?;
+    if let Some(ResumePoint { content, checkpoint, .. }) = resume {
+        let state = content.state;
+        trainer
+            .load_state(&content.actor, &content.optimizer, state.trainer, state.weight_version)
+            .with_context(|| format!("checkpoint {}", checkpoint.path.display()))?;
+    }
+    Ok(trainer)
+}
+
+fn make_engines(
+    settings: &Settings,
+    comm: &Arc<dyn Communicator>,
+    roles: &RoleMap,
+    trainer: &Trainer,
+) -> anyhow::Result<Vec<Arc<dyn Engine>>> {
+    let mut engines: Vec<Arc<dyn Engine>> = Vec::with_capacity(roles.replicas());
+    if roles.head_has_engine {
+        engines.push(NativeEngine::from_policy(engine_config(settings), trainer.policy())?);
+    }
+    for rank in &roles.engine_ranks {
+        let remote = RemoteEngine::connect(comm.clone(), *rank, stages::remote())
+            .with_context(|| format!("engine replica on rank {rank}"))?;
+        engines.push(remote);
+    }
+    Ok(engines)
+}
+
+fn make_backend(settings: &Settings, owner: &str) -> anyhow::Result<Arc<dyn SandboxBackend>> {
+    match settings.run.backend {
+        Backend::Process => Ok(Arc::new(ProcessBackend::new(ProcessBackendConfig {
+            state_dir: settings.paths.run.join("sandboxes"),
+            rootfs: settings.sandbox.rootfs.clone(),
+            helper: None,
+            owner: owner.to_owned(),
+        }))),
+        other => bail!("BACKEND={other} is not in this version"),
+    }
+}
+
+fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
+    match settings.run.scaffold {
+        ScaffoldName::Mini => Ok(Arc::new(Mini::new(MiniConfig::default()))),
+        other => bail!("SCAFFOLD={other} is not in this version"),
+    }
+}

@@ -1,0 +1,237 @@
+//! Messages to tokens: whole conversations, and what comes after a sampled reply.
+//!
+//! A sampled reply is never rendered. What follows it in the prompt of the next turn is found by
+//! rendering a **short stand-in** for the conversation: one user message and an assistant message with
+//! a marker for content and the calls of the real reply, once followed by the new messages. In that
+//! text everything after the assistant's end-of-turn token is the suffix, so its cost depends on the new
+//! messages alone. The suffix starts right after a control token (or with it, when the reply did not
+//! end in it), so encoding it apart gives the same ids as encoding the whole.
+//!
+//! This is sound if a template renders new messages the same way whatever stands before the last
+//! assistant turn. [`Renderer::new`] finds the end-of-turn token and checks that property on probe
+//! conversations; a template that fails is refused with the reason.
+
+use crate::model::{
+    chat_template::{ChatTemplate, TemplateError},
+    tokenizer::{Tokenizer, TokenizerError},
+};
+use serde_json::{json, Map, Value};
+
+/// Stands for the content of a sampled reply.
+const MARKER: &str = "reply-8c1f4e";
+
+/// Longer texts are counted in pieces first, so that megabytes of tool output are refused early.
+const PRECOUNT_BYTES: usize = 4 << 20;
+/// More than the tokens that one cut can add.
+const PRECOUNT_SLACK: usize = 64;
+
+/// A conversation that cannot become tokens.
+#[derive(Debug, thiserror::Error)]
+pub enum RenderError {
+    /// The template failed or refused.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The tokenizer failed.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The text is certainly longer than the window, so it is not encoded to the end.
+    #[error("the messages have more than {at_least} tokens, and {limit} fit")]
+    TooLong {
+        /// Tokens counted so far.
+        at_least: usize,
+        /// Tokens that fit.
+        limit: usize,
+    },
+    /// The template cannot be used for conversations that grow.
+    #[error("the chat template cannot be extended turn by turn: {0}")]
+    NotExtensible(String),
+}
+
+/// See the module documentation.
+pub struct Renderer {
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    variables: Map<String, Value>,
+    end_of_turn: u32,
+    end_text: String,
+}
+
+impl Renderer {
+    /// Checks a template with its tokenizer. `variables` are given to every rendering
+    /// (`chat_template_kwargs`).
+    pub fn new(
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        variables: Map<String, Value>,
+    ) -> Result<Self, RenderError> {
+        let mut this = Self {
+            template,
+            tokenizer,
+            variables,
+            end_of_turn: 0,
+            end_text: String::new(),
+        };
+        let ended = this.text(&stand_in(&json!({})), None, false)?;
+        let tail = ended
+            .split_once(MARKER)
+            .map(|(_, tail)| tail)
+            .ok_or_else(|| RenderError::NotExtensible("it leaves out an assistant's content".into()))?;
+        let ids = this.tokenizer.encode_rendered(tail)?;
+        let end = ids.iter().find(|id| this.tokenizer.is_special(**id)).copied();
+        let end = end
+            .filter(|id| this.tokenizer.stop_ids().contains(id))
+            .ok_or_else(|| {
+                RenderError::NotExtensible(format!(
+                    "it ends an assistant's turn with {tail:?}, which holds none of the stop tokens {:?}",
+                    this.tokenizer.stop_ids()
+                ))
+            })?;
+        this.end_of_turn = end;
+        this.end_text = this.tokenizer.decode_with_special(&[end]);
+        this.probe()?;
+        Ok(this)
+    }
+
+    /// Suffixes must be what the template writes at the end of longer conversations.
+    fn probe(&self) -> Result<(), RenderError> {
+        let calls = json!([
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}},
+            {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": {}}}
+        ]);
+        let tools = [
+            json!({"type": "function", "function": {"name": "f", "description": "d",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}),
+        ];
+        let user = json!({"role": "user", "content": "next"});
+        let result = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "out"});
+        let plain = json!({"role": "assistant", "content": "done"});
+        let calling = json!({"role": "assistant", "content": "look", "tool_calls": calls});
+        for (reply, new) in [
+            (&plain, vec![user.clone()]),
+            (&calling, vec![result("call_1"), result("call_2")]),
+        ] {
+            let suffix = match self.suffix_text(reply, true, &new) {
+                // A template may refuse roles that it does not know; requests with them are refused too.
+                Err(RenderError::Template(TemplateError::Raised(_))) => continue,
+                other => other?,
+            };
+            for with_tools in [false, true] {
+                let mut messages = vec![
+                    json!({"role": "system", "content": "rules"}),
+                    json!({"role": "user", "content": "begin"}),
+                    plain.clone(),
+                    json!({"role": "user", "content": "more"}),
+                ];
+                messages.push(reply.clone());
+                messages.extend(new.clone());
+                let full = match self.text(&messages, with_tools.then_some(&tools[..]), true) {
+                    Err(RenderError::Template(TemplateError::Raised(_))) => continue,
+                    other => other?,
+                };
+                if !full.ends_with(&suffix) {
+                    return Err(RenderError::NotExtensible(format!(
+                        "after a long conversation new messages are not rendered as {suffix:?}"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The token by which the template ends an assistant's turn.
+    pub fn end_of_turn(&self) -> u32 {
+        self.end_of_turn
+    }
+
+    /// Tokens of a whole conversation up to where the assistant begins. Texts that certainly have more
+    /// than `limit` tokens are refused before they are encoded to the end.
+    pub fn full(
+        &self,
+        messages: &[Value],
+        tools: Option<&[Value]>,
+        limit: usize,
+    ) -> Result<Vec<u32>, RenderError> {
+        self.encode(&self.text(messages, tools, true)?, limit)
+    }
+
+    /// Tokens from the end of a sampled reply to where the assistant begins again. `reply` is the reply as
+    /// a message; `ended` tells that it was sampled up to and including [`Renderer::end_of_turn`].
+    pub fn suffix(
+        &self,
+        reply: &Value,
+        ended: bool,
+        new: &[Value],
+        limit: usize,
+    ) -> Result<Vec<u32>, RenderError> {
+        self.encode(&self.suffix_text(reply, ended, new)?, limit)
+    }
+
+    fn encode(&self, text: &str, limit: usize) -> Result<Vec<u32>, RenderError> {
+        if text.len() > PRECOUNT_BYTES {
+            let (mut counted, mut chunks, mut rest) = (0, 0, text);
+            while !rest.is_empty() {
+                let mut cut = rest.len().min(PRECOUNT_BYTES / 4);
+                while !rest.is_char_boundary(cut) {
+                    cut -= 1;
+                }
+                let (chunk, after) = rest.split_at(cut);
+                counted += self.tokenizer.encode_rendered(chunk)?.len();
+                chunks += 1;
+                rest = after;
+                // Cutting in mid-word costs a few tokens a chunk; they are taken off generously.
+                let at_least = counted.saturating_sub(chunks * PRECOUNT_SLACK);
+                if at_least > limit {
+                    return Err(RenderError::TooLong { at_least, limit });
+                }
+            }
+        }
+        Ok(self.tokenizer.encode_rendered(text)?)
+    }
+
+    fn suffix_text(&self, reply: &Value, ended: bool, new: &[Value]) -> Result<String, RenderError> {
+        let mut messages = stand_in(reply);
+        messages.extend_from_slice(new);
+        let text = self.text(&messages, None, true)?;
+        let after_marker = text.find(MARKER).map(|at| at + MARKER.len()).ok_or_else(|| {
+            RenderError::NotExtensible("it leaves out an earlier assistant's content".into())
+        })?;
+        let end = text[after_marker..]
+            .find(&self.end_text)
+            .map(|at| at + after_marker)
+            .ok_or_else(|| RenderError::NotExtensible(format!("no {} after a reply", self.end_text)))?;
+        let start = if ended { end + self.end_text.len() } else { end };
+        Ok(text[start..].to_owned())
+    }
+
+    fn text(
+        &self,
+        messages: &[Value],
+        tools: Option<&[Value]>,
+        generation_prompt: bool,
+    ) -> Result<String, RenderError> {
+        let messages: Vec<Value> = messages.iter().map(|m| self.tokenizer.shield_json(m)).collect();
+        let tools: Option<Vec<Value>> =
+            tools.map(|list| list.iter().map(|t| self.tokenizer.shield_json(t)).collect());
+        Ok(self
+            .template
+            .render_with(&messages, tools.as_deref(), generation_prompt, &self.variables)?)
+    }
+}
+
+/// A user's message and an assistant's with the marker and the calls of `reply`, without their arguments.
+fn stand_in(reply: &Value) -> Vec<Value> {
+    let mut assistant = json!({"role": "assistant", "content": MARKER});
+    if let Some(calls) = reply["tool_calls"].as_array().filter(|calls| !calls.is_empty()) {
+        let calls = calls.iter().map(|call| {
+            json!({"id": call["id"], "type": "function",
+                   "function": {"name": call["function"]["name"], "arguments": {}}})
+        });
+        assistant["tool_calls"] = calls.collect();
+    }
+    vec![json!({"role": "user", "content": "-"}), assistant]
+}

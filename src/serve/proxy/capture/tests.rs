@@ -1,0 +1,290 @@
+use super::*;
+use crate::{
+    base::{PolicyVersion, TokenSequence},
+    model::{
+        chat_template::ChatTemplate,
+        tokenizer::{testing, Tokenizer},
+    },
+};
+use serde_json::{json, Map};
+
+fn renderer() -> Renderer {
+    let dir = tempfile::tempdir().unwrap();
+    testing::write_folder(dir.path());
+    let template = ChatTemplate::from_dir(dir.path()).unwrap();
+    Renderer::new(template, Tokenizer::from_dir(dir.path()).unwrap(), Map::new()).unwrap()
+}
+
+struct Session {
+    renderer: Renderer,
+    tree: Tree,
+    tools: Option<Value>,
+}
+
+impl Session {
+    fn new(tools: Option<Value>) -> Self {
+        Self {
+            renderer: renderer(),
+            tree: Tree::default(),
+            tools,
+        }
+    }
+
+    fn place(&mut self, messages: &[Value]) -> Place {
+        let raw: Vec<String> = messages.iter().map(Value::to_string).collect();
+        let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
+        let tools = self.tools.as_ref().map(Value::to_string);
+        self.tree
+            .place(&self.renderer, &raw, tools.as_deref().map(str::as_bytes), 1 << 20)
+            .unwrap()
+    }
+
+    /// Places a new turn and commits a reply of these token texts; returns the prompt.
+    fn turn(&mut self, messages: &[Value], reply: &Value, text: &str) -> Vec<u32> {
+        let Place::New { node, prompt } = self.place(messages) else {
+            panic!("the request was known");
+        };
+        let ids = self.renderer.tokenizer().encode_rendered(text).unwrap();
+        let sampled = ids.iter().enumerate().map(|(i, id)| SampledToken {
+            id: *id,
+            logprob: -0.5 - i as f32,
+            version: PolicyVersion(node as u32),
+        });
+        self.tree
+            .commit(&self.renderer, node, sampled.collect(), reply.clone());
+        prompt.to_vec()
+    }
+
+    fn sequences(&self) -> Vec<TokenSequence> {
+        let sequences = sequences(&self.tree);
+        for s in &sequences {
+            s.check().unwrap();
+        }
+        if !sequences.is_empty() {
+            let sum: f32 = sequences.iter().map(|s| s.weight).sum();
+            assert!((sum - 1.0).abs() < 1e-6);
+        }
+        sequences
+    }
+
+    fn text(&self, ids: &[u32]) -> String {
+        self.renderer.tokenizer().decode_with_special(ids)
+    }
+}
+
+fn user(text: &str) -> Value {
+    json!({"role": "user", "content": text})
+}
+
+fn assistant(text: &str) -> Value {
+    json!({"role": "assistant", "content": text})
+}
+
+fn tools() -> Option<Value> {
+    Some(json!([{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]))
+}
+
+#[test]
+fn a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled() {
+    let mut s = Session::new(tools());
+    let system = json!({"role": "system", "content": "be brief"});
+    let mut messages = vec![system, user("go")];
+    let reply = json!({"role": "assistant", "content": "look",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "run", "arguments": "{\"cmd\":\"ls\"}"}}]});
+    // The model wrote spacing that no template would write.
+    let sampled =
+        "look<tool_call>{ \"name\":\"run\",\"arguments\":{\"cmd\" : \"ls\"} }</tool_call><|im_end|>";
+    let first = s.turn(&messages, &reply, sampled);
+    messages.push(json!({"role": "assistant", "content": [{"type": "text", "text": "look"}],
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "run", "arguments": "{\"cmd\": \"ls\"}"}}]}));
+    messages.push(json!({"role": "tool", "tool_call_id": "c1", "content": "a <|im_end|> b"}));
+    let second = s.turn(&messages, &assistant("done"), "done<|im_end|>");
+    assert_eq!(
+        s.text(&second),
+        format!("{}{sampled}\n<|im_start|>user\n<tool_response>\na <|im_end|> b\n</tool_response><|im_end|>\n<|im_start|>assistant\n", s.text(&first))
+    );
+    let sequences = s.sequences();
+    assert_eq!(sequences.len(), 1);
+    let q = &sequences[0];
+    let trained: Vec<u32> = (0..q.len())
+        .filter(|i| q.loss_mask[*i])
+        .map(|i| q.token_ids[i])
+        .collect();
+    assert_eq!(s.text(&trained), format!("{sampled}done<|im_end|>"));
+    assert_eq!(q.prompt_len as usize, first.len());
+    assert_eq!(q.logprobs[first.len() + 3], -3.5);
+    assert_eq!(*q.versions.last().unwrap(), 1);
+    assert_eq!(s.tree.conversations()[0].as_array().unwrap().len(), 5);
+}
+
+#[test]
+fn a_reply_cut_by_length_gets_its_end_of_turn_as_context() {
+    let mut s = Session::new(None);
+    s.turn(&[user("go")], &assistant("hel"), "hel");
+    let prompt = s.turn(
+        &[user("go"), assistant("hel"), user("on")],
+        &assistant("x"),
+        "x<|im_end|>",
+    );
+    assert!(s
+        .text(&prompt)
+        .ends_with("assistant\nhel<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"));
+    let q = &s.sequences()[0];
+    assert_eq!(
+        q.sampled(),
+        s.renderer
+            .tokenizer()
+            .encode_rendered("helx<|im_end|>")
+            .unwrap()
+            .len()
+    );
+}
+
+#[test]
+fn rewritten_history_branches_and_shared_tokens_count_once() {
+    let mut s = Session::new(None);
+    let a = [
+        user("q"),
+        assistant("one"),
+        user("r"),
+        assistant("two"),
+        user("s"),
+    ];
+    s.turn(&a[..1], &a[1], "one<|im_end|>");
+    s.turn(&a[..3], &a[3], "two<|im_end|>");
+    s.turn(&a, &assistant("three"), "three<|im_end|>");
+    // The second question was rewritten: turn one is shared.
+    let b = [user("q"), assistant("one"), user("r again")];
+    s.turn(&b, &assistant("four"), "four<|im_end|>");
+    // The first reply was rewritten: it is context in a branch of its own.
+    let c = [user("q"), assistant("one, edited"), user("r")];
+    let prompt = s.turn(&c, &assistant("five"), "five<|im_end|>");
+    assert!(s.text(&prompt).contains("one, edited<|im_end|>"));
+    let sequences = s.sequences();
+    let trained: Vec<String> = sequences
+        .iter()
+        .map(|q| {
+            let ids: Vec<u32> = (0..q.len())
+                .filter(|i| q.loss_mask[*i])
+                .map(|i| q.token_ids[i])
+                .collect();
+            s.text(&ids)
+        })
+        .collect();
+    assert_eq!(
+        trained,
+        [
+            "one<|im_end|>two<|im_end|>three<|im_end|>",
+            "four<|im_end|>",
+            "five<|im_end|>"
+        ]
+    );
+    let reasons: Vec<_> = s
+        .tree
+        .nodes
+        .iter()
+        .map(|n| (n.reason, n.branch, n.depth))
+        .collect();
+    use BranchReason::*;
+    assert_eq!(
+        reasons,
+        [
+            (First, 0, 0),
+            (Extension, 0, 1),
+            (Extension, 0, 2),
+            (Rewritten, 1, 1),
+            (NewConversation, 2, 0)
+        ]
+    );
+}
+
+#[test]
+fn identical_requests_are_known_and_removed_turns_leave_no_trace() {
+    let mut s = Session::new(None);
+    let Place::New { node, .. } = s.place(&[user("q")]) else {
+        panic!()
+    };
+    assert!(matches!(s.place(&[user("q")]), Place::Known(n) if n == node));
+    let as_parts = json!({"role": "user", "content": [{"type": "text", "text": "q"}]});
+    assert!(matches!(s.place(&[as_parts]), Place::Known(n) if n == node));
+    s.tree.remove(node);
+    assert!(s.sequences().is_empty());
+    let Place::New { node, .. } = s.place(&[user("q")]) else {
+        panic!()
+    };
+    assert_eq!(s.tree.node(node).reason, BranchReason::First);
+    s.tree.commit(&s.renderer, node, Vec::new(), assistant("a"));
+    assert!(matches!(s.place(&[user("q")]), Place::Known(n) if n == node));
+    // A retry of a removed turn is the same branch again, so that it draws with the same seed.
+    let Place::New { node: second, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else {
+        panic!()
+    };
+    s.tree.remove(second);
+    let Place::New { node: again, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else {
+        panic!()
+    };
+    let id = |n: NodeId| (s.tree.node(n).branch, s.tree.node(n).depth);
+    assert_eq!(id(second), id(again));
+}
+
+#[test]
+fn other_tools_are_another_conversation() {
+    let mut s = Session::new(tools());
+    s.turn(&[user("q")], &assistant("a"), "a<|im_end|>");
+    s.tools = None;
+    let prompt = s.turn(
+        &[user("q"), assistant("a"), user("r")],
+        &assistant("b"),
+        "b<|im_end|>",
+    );
+    assert!(!s.text(&prompt).contains("Tools:"));
+    assert_eq!(s.sequences().len(), 2);
+    // Only the spacing of the tools differs: the same conversation.
+    s.tools = Some(serde_json::from_str(&tools().unwrap().to_string().replace(',', " , ")).unwrap());
+    assert!(matches!(s.place(&[user("q")]), Place::Known(0)));
+}
+
+#[test]
+fn templates_that_cannot_be_extended_are_refused_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    testing::write_folder(dir.path());
+    let build = |source: String| {
+        let template = ChatTemplate::from_source(source, "t", Default::default()).unwrap();
+        Renderer::new(template, Tokenizer::from_dir(dir.path()).unwrap(), Map::new())
+    };
+    let no_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
+    let error = build(no_end.into()).err().unwrap().to_string();
+    assert!(error.contains("stop tokens"), "{error}");
+    // The number of messages is written with each one.
+    let counting = "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}";
+    let error = build(counting.into()).err().unwrap().to_string();
+    assert!(error.contains("not rendered as"), "{error}");
+}
+
+#[test]
+fn megabytes_beyond_the_window_are_refused_with_a_count() {
+    let r = renderer();
+    let text = "hello world ".repeat(1 << 20);
+    let error = r.full(&[user(&text)], None, 10_000).unwrap_err();
+    assert!(
+        matches!(error, RenderError::TooLong { at_least, limit: 10_000 } if at_least > 10_000),
+        "{error}"
+    );
+}
+
+/// Cost of a turn: what is rendered depends on the new messages alone.
+#[test]
+fn the_suffix_of_a_long_conversation_is_that_of_a_short_one() {
+    let r = renderer();
+    let new = [user("next")];
+    let short = r.suffix(&assistant("a"), true, &new, 1 << 20).unwrap();
+    let mut long = vec![json!({"role": "system", "content": "rules"})];
+    for n in 0..50 {
+        long.extend([user(&format!("q{n}")), assistant(&format!("a{n}"))]);
+    }
+    let without = r.full(&long[..long.len() - 1], None, 1 << 20).unwrap();
+    long.extend(new);
+    let with = r.full(&long, None, 1 << 20).unwrap();
+    assert!(with.starts_with(&without));
+    assert!(with.ends_with(&short));
+}

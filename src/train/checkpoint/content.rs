@@ -1,0 +1,111 @@
+//! What a checkpoint holds.
+
+use super::CheckpointError;
+use crate::base::{PolicyVersion, WeightTensor};
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use std::{fs, io, path::Path};
+
+/// Counters of the trainer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TrainerProgress {
+    /// Optimizer updates made: Adam's t. One step of the run makes several with mini-batches or epochs.
+    pub optimizer_updates: u64,
+    /// Updates left out because the gradient norm was not finite.
+    pub skipped_updates: u64,
+    /// Learning rate of the last step.
+    pub lr: f64,
+}
+
+/// Everything of a run that is not a tensor (`state.json`). There are no random states: every seed is a
+/// function of the run's seed and a trial's key.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunState {
+    /// Steps that the weights have seen.
+    pub global_step: u32,
+    /// Version of the weights.
+    pub weight_version: PolicyVersion,
+    /// Trainer counters.
+    pub trainer: TrainerProgress,
+    /// Manifest of the buffer: what was trained on and what waits.
+    pub buffer: serde_json::Value,
+    /// Fingerprint of the settings that must not change within an experiment.
+    pub config_fingerprint: String,
+}
+
+impl RunState {
+    /// Refuses a checkpoint of another configuration. `path` is for the message.
+    pub fn check_fingerprint(&self, expected: &str, path: &Path) -> Result<(), CheckpointError> {
+        if self.config_fingerprint == expected {
+            return Ok(());
+        }
+        Err(CheckpointError::OtherConfiguration {
+            path: path.to_owned(),
+            found: self.config_fingerprint.clone(),
+            expected: expected.to_owned(),
+        })
+    }
+}
+
+/// Files that make weights usable by other programs, copied from the starting policy.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ModelFiles {
+    /// `config.json`.
+    pub config: Bytes,
+    /// Tokenizer, chat template and generation settings: name and content.
+    pub others: Vec<(String, Bytes)>,
+}
+
+impl ModelFiles {
+    const OTHERS: [&'static str; 10] = [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+        "preprocessor_config.json",
+    ];
+
+    /// Reads them from a Hugging Face folder; `config.json` must be there.
+    pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
+        let read = |name: &str| {
+            let path = folder.join(name);
+            match fs::read(&path) {
+                Ok(content) => Ok(Some(Bytes::from(content))),
+                Err(e) if e.kind() == io::ErrorKind::NotFound && name != "config.json" => Ok(None),
+                Err(source) => Err(CheckpointError::Io {
+                    action: "read",
+                    path,
+                    source,
+                }),
+            }
+        };
+        let config = read("config.json")?.unwrap_or_default();
+        let mut others = Vec::new();
+        for name in Self::OTHERS {
+            if let Some(content) = read(name)? {
+                others.push((name.to_owned(), content));
+            }
+        }
+        Ok(Self { config, others })
+    }
+}
+
+/// A snapshot to be written, or one that was read. Tensors are reference-counted bytes.
+#[derive(Clone, Debug)]
+pub struct CheckpointContent {
+    /// f32 master weights under their Hugging Face names.
+    pub actor: Vec<WeightTensor>,
+    /// Weights of the export in its element type; share the bytes of `actor` where that is f32.
+    pub export: Vec<WeightTensor>,
+    /// Optimizer moments.
+    pub optimizer: Vec<WeightTensor>,
+    /// The rest of the run.
+    pub state: RunState,
+    /// Configuration and tokenizer files.
+    pub model_files: ModelFiles,
+}

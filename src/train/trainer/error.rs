@@ -1,0 +1,42 @@
+//! Why a step cannot be made.
+
+use crate::base::{PolicyVersion, TrialKey, WeightError};
+
+/// A batch or a state that cannot be trained on. The weights are unchanged.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// A setting is out of range.
+    #[error("{variable}={value}: {problem}")]
+    Config {
+        /// Configuration variable.
+        variable: &'static str,
+        /// Its value.
+        value: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// The objective needs a reference policy.
+    #[error("KL_LOSS_COEF is above zero and no reference policy was loaded (REF_MODEL_PATH or MODEL_PATH)")]
+    NoReference,
+    /// Batches are consumed once each and in order.
+    #[error("the batch of step {batch} was given to weights of version {version}; it must be the next step")]
+    OutOfOrder {
+        /// Step of the batch.
+        batch: u32,
+        /// Version of the weights.
+        version: PolicyVersion,
+    },
+    /// A trajectory breaks its own rules.
+    #[error("trial {trial}, sequence {sequence}: {problem}")]
+    Sequence {
+        /// Which trial.
+        trial: TrialKey,
+        /// Which of its sequences, from 0.
+        sequence: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A saved state does not fit the policy.
+    #[error("saved trainer state: {0}")]
+    State(#[from] WeightError),
+}

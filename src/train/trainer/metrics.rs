@@ -1,0 +1,272 @@
+//! What a step reports, under verl's names.
+//!
+//! Lengths and advantages are those of sequences, scores and turns those of trials with a verdict. Keys
+//! whose value is not defined (a correlation of constants, a mean over nothing) are left out; the counts
+//! beside them say why.
+
+use super::{samples::Samples, StageTimer, Trainer, TrainerConfig};
+use crate::{
+    base::{PolicyVersion, StopReason},
+    train::{
+        algorithm::{correction::Correlation, CorrectionMetrics, ObjectiveSums, SequencePair},
+        batch::TrainBatch,
+    },
+};
+use std::{collections::BTreeMap, time::Duration};
+
+/// Numbers of one step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepMetrics {
+    /// Global step.
+    pub step: u32,
+    /// Version of the weights after it.
+    pub version: PolicyVersion,
+    /// By key, sorted.
+    pub values: BTreeMap<String, f64>,
+}
+
+impl StepMetrics {
+    /// A value by key.
+    pub fn get(&self, key: &str) -> Option<f64> {
+        self.values.get(key).copied()
+    }
+}
+
+pub(super) struct MetricsBuilder {
+    step: u32,
+    values: BTreeMap<String, f64>,
+    updates: Vec<(ObjectiveSums, f64)>,
+}
+
+impl MetricsBuilder {
+    /// Begins with what the data alone says.
+    pub(super) fn new(batch: &TrainBatch, samples: &Samples, config: &TrainerConfig) -> Self {
+        let mut builder = Self {
+            step: batch.step,
+            values: BTreeMap::new(),
+            updates: Vec::new(),
+        };
+        builder.add_trials(batch);
+        builder.add_lengths(samples, config);
+        builder
+    }
+
+    fn put(&mut self, key: impl Into<String>, value: f64) {
+        self.values.insert(key.into(), value);
+    }
+
+    fn count(&mut self, key: String) {
+        *self.values.entry(key).or_default() += 1.0;
+    }
+
+    /// `prefix/{mean,max,min}`; nothing of nothing.
+    fn put_spread(&mut self, prefix: &str, values: &[f64]) {
+        if values.is_empty() {
+            return;
+        }
+        self.put(
+            format!("{prefix}/mean"),
+            values.iter().sum::<f64>() / values.len() as f64,
+        );
+        let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+        self.put(format!("{prefix}/max"), max);
+        self.put(format!("{prefix}/min"), min);
+    }
+
+    fn add_trials(&mut self, batch: &TrainBatch) {
+        let trials: Vec<_> = batch.groups.iter().flat_map(|g| &g.trajectories).collect();
+        let scores: Vec<f64> = trials.iter().map(|t| t.outcome.reward).collect();
+        self.put_spread("critic/score", &scores);
+        // Rewards are the scores: no penalty is subtracted from them before the advantages.
+        self.put_spread("critic/rewards", &scores);
+        let turns: Vec<f64> = trials.iter().map(|t| f64::from(t.turns)).collect();
+        self.put_spread("num_turns", &turns);
+
+        let dropped: Vec<_> = batch.groups.iter().flat_map(|g| &g.dropped).collect();
+        self.put("trajectory/finished", trials.len() as f64);
+        self.put("trajectory/dropped", dropped.len() as f64);
+        for (_, reason) in dropped {
+            self.count(format!("trajectory/dropped/{reason}"));
+        }
+        for trial in &trials {
+            let stop = match trial.outcome.stop {
+                StopReason::AgentCompleted => "agent_completed",
+                StopReason::MaxTurnsReached => "max_turns_reached",
+                StopReason::Timeout => "timeout",
+                StopReason::Overlong => "overlong",
+                StopReason::AgentCrash => "agent_crash",
+            };
+            self.count(format!("trajectory/stop/{stop}"));
+        }
+        let malformed: f64 = trials.iter().map(|t| f64::from(t.malformed_tool_calls)).sum();
+        self.put("trajectory/malformed_tool_calls", malformed);
+        let untrainable = trials
+            .iter()
+            .filter(|t| t.sequences.iter().all(|s| s.sampled() == 0));
+        self.put("trajectory/without_sampled_tokens", untrainable.count() as f64);
+
+        let groups = &batch.groups;
+        let equal = |rewards: Vec<f64>| rewards.windows(2).all(|p| p[0] == p[1]);
+        let uninformative = groups
+            .iter()
+            .filter(|g| equal(g.trajectories.iter().map(|t| t.outcome.reward).collect()))
+            .count();
+        self.put("group/count", groups.len() as f64);
+        self.put("group/without_advantage", uninformative as f64);
+        let lags: Vec<f64> = groups
+            .iter()
+            .map(|g| f64::from(batch.step - 1) - f64::from(g.start_version.0))
+            .collect();
+        self.put_spread("staleness/group_lag", &lags);
+    }
+
+    fn add_lengths(&mut self, samples: &Samples, config: &TrainerConfig) {
+        let sequences = &samples.sequences;
+        let prompts: Vec<f64> = sequences.iter().map(|s| s.prompt_len as f64).collect();
+        self.put_spread("prompt_length", &prompts);
+        let responses: Vec<f64> = sequences
+            .iter()
+            .map(|s| (s.ids.len() - s.prompt_len) as f64)
+            .collect();
+        self.put_spread("response_length", &responses);
+        if !responses.is_empty() {
+            let cut = responses.iter().filter(|l| **l >= config.max_response_len as f64);
+            self.put(
+                "response_length/clip_ratio",
+                cut.count() as f64 / responses.len() as f64,
+            );
+        }
+        let advantages: Vec<f64> = sequences
+            .iter()
+            .flat_map(|s| std::iter::repeat_n(s.advantage, s.sampled.len()))
+            .collect();
+        self.put_spread("critic/advantages", &advantages);
+        self.put("perf/sampled_tokens", advantages.len() as f64);
+        let tokens: usize = sequences.iter().map(|s| s.ids.len()).sum();
+        self.put("perf/total_num_tokens", tokens as f64);
+    }
+
+    pub(super) fn add_update(&mut self, sums: &ObjectiveSums, grad_norm: f64) {
+        self.updates.push((*sums, grad_norm));
+    }
+
+    /// Engine against trainer: correlation and differences by lag, and the correction metrics. `version`
+    /// is that of the weights that recomputed the log-probabilities.
+    pub(super) fn add_policy_distance(&mut self, samples: &Samples, version: u32) {
+        #[derive(Default)]
+        struct Lag {
+            correlation: Correlation,
+            difference_sum: f64,
+            difference_max: f64,
+        }
+        let mut by_lag: BTreeMap<u32, Lag> = BTreeMap::new();
+        let mut pairs = Vec::new();
+        for sample in &samples.sequences {
+            let Some(training) = &sample.training_logprobs else {
+                continue;
+            };
+            for ((rollout, training), token_version) in
+                sample.rollout_logprobs.iter().zip(training).zip(&sample.versions)
+            {
+                let lag = by_lag.entry(version.saturating_sub(*token_version)).or_default();
+                let (rollout, training) = (rollout.exp(), training.exp());
+                lag.correlation.add(rollout, training);
+                lag.difference_sum += (rollout - training).abs();
+                lag.difference_max = lag.difference_max.max((rollout - training).abs());
+            }
+            pairs.push(SequencePair {
+                rollout: &sample.rollout_logprobs,
+                training,
+            });
+        }
+        if let Some(correction) = CorrectionMetrics::of(pairs) {
+            for (key, value) in correction.named() {
+                self.put(key, value);
+            }
+        }
+        let total: u64 = by_lag.values().map(|lag| lag.correlation.count()).sum();
+        let weighted: f64 = by_lag
+            .iter()
+            .map(|(lag, stats)| f64::from(*lag) * stats.correlation.count() as f64)
+            .sum();
+        if total > 0 {
+            self.put("staleness/token_lag/mean", weighted / total as f64);
+        }
+        let fresh = by_lag.get(&0).map_or(0, |lag| lag.correlation.count());
+        self.put("training/rollout_actor_probs_tokens", fresh as f64);
+        for (lag, stats) in by_lag {
+            let count = stats.correlation.count();
+            self.put(format!("staleness/lag_{lag}/tokens"), count as f64);
+            if let Some(pearson) = stats.correlation.coefficient() {
+                self.put(format!("staleness/lag_{lag}/pearson"), pearson);
+                if lag == 0 {
+                    self.put("training/rollout_actor_probs_pearson_corr", pearson);
+                }
+            }
+            if lag == 0 {
+                self.put(
+                    "training/rollout_probs_diff_mean",
+                    stats.difference_sum / count as f64,
+                );
+                self.put("training/rollout_probs_diff_max", stats.difference_max);
+            }
+        }
+    }
+
+    fn add_actor(&mut self) {
+        let updates = std::mem::take(&mut self.updates);
+        let count = updates.len() as f64;
+        if updates.is_empty() {
+            return;
+        }
+        let mean = |f: &dyn Fn(&ObjectiveSums) -> f64| updates.iter().map(|(s, _)| f(s)).sum::<f64>() / count;
+        let per_token = |f: &dyn Fn(&ObjectiveSums) -> f64| mean(&|s| f(s) / s.tokens.max(1) as f64);
+        let values = [
+            ("actor/loss", mean(&|s| s.loss)),
+            ("actor/pg_loss", mean(&|s| s.pg_loss)),
+            ("actor/kl_loss", mean(&|s| s.kl_loss)),
+            ("actor/entropy", mean(&|s| s.entropy)),
+            ("actor/ppo_kl", per_token(&|s| s.ppo_kl_sum)),
+            ("actor/pg_clipfrac", per_token(&|s| s.clipped as f64)),
+            ("actor/pg_clipfrac_lower", per_token(&|s| s.clipped_lower as f64)),
+            (
+                "actor/grad_norm",
+                updates.iter().map(|(_, n)| n).sum::<f64>() / count,
+            ),
+            ("actor/updates", count),
+        ];
+        for (key, value) in values {
+            self.put(key, value);
+        }
+    }
+
+    /// The metrics of a finished step.
+    pub(super) fn finish(
+        mut self,
+        trainer: &Trainer,
+        samples: &Samples,
+        timer: &StageTimer,
+        elapsed: Duration,
+    ) -> StepMetrics {
+        self.add_actor();
+        if trainer.config.objective.kl.is_none() {
+            self.values.remove("actor/kl_loss");
+        } else if let Some(kl) = trainer.config.objective.kl {
+            self.put("actor/kl_coef", kl.coefficient);
+        }
+        self.put("actor/lr", trainer.lr);
+        self.put("actor/skipped_updates", trainer.skipped_updates as f64);
+        for (stage, seconds) in &timer.0 {
+            self.put(format!("timing_s/{stage}"), *seconds);
+        }
+        self.put("timing_s/trainer_step", elapsed.as_secs_f64());
+        let tokens: usize = samples.sequences.iter().map(|s| s.ids.len()).sum();
+        self.put("perf/throughput", tokens as f64 / elapsed.as_secs_f64().max(1e-9));
+        StepMetrics {
+            step: self.step,
+            version: trainer.version,
+            values: self.values,
+        }
+    }
+}

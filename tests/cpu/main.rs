@@ -1,0 +1,3 @@
+//! Tests that need nothing but this machine's CPU.
+
+mod layers;

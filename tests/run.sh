@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs the tests: `run.sh short` (at most 15 minutes on a built tree), `run.sh long`, `run.sh cluster`.
+# LEGORL_TEST_LEVEL tells the tests which list they belong to; a test that the machine cannot run says so
+# in a line that starts with SKIP. A long run writes target/test-reports/<date>.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+level=${1:-short}
+export LEGORL_TEST_LEVEL=$level
+setup/agent.sh
+cargo build --bins
+if command -v cargo-nextest >/dev/null; then
+  runner=(cargo nextest run --no-fail-fast)
+  case $level in
+    short) "${runner[@]}" --workspace --profile default ;;
+    cluster) "${runner[@]}" --workspace -E 'binary(cluster)' ;;
+    long) ;;
+  esac
+else
+  case $level in
+    short) cargo test --workspace --no-fail-fast ;;
+    cluster) cargo test --test cluster ;;
+    long) ;;
+  esac
+fi
+[ "$level" = long ] || exit 0
+report=target/test-reports/$(date -u +%Y-%m-%dT%H%M).md
+mkdir -p "$(dirname "$report")"
+{
+  echo "# Long test run, $(date -u +%FT%TZ)"
+  echo
+  echo "Commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(nproc) cores, $(awk '/MemTotal/{printf "%.0f GiB", $2/1048576}' /proc/meminfo), $(. /etc/os-release; echo "$PRETTY_NAME")."
+  echo
+  echo '```'
+} >"$report"
+set +e
+cargo test --workspace --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
+code=${PIPESTATUS[0]}
+{ echo '```'; echo; echo "Exit code $code after $SECONDS s."; } >>"$report"
+echo "report: $report"
+exit "$code"
