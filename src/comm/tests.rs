@@ -53,6 +53,12 @@ fn messages_wait_for_their_inbox_and_keep_their_order() {
     ));
 }
 
+/// Terms of very different size and both signs.
+fn uneven(i: u32, rank: u32) -> f64 {
+    let sign = f64::from((rank + i) % 3) - 1.0;
+    sign * 1e15 + f64::from((i * 7919 + rank * 104_729) % 1_000_003) * 1e-3
+}
+
 #[test]
 fn sums_are_exact_and_the_same_on_every_rank() {
     for size in [1u32, 2, 3, 5] {
@@ -62,7 +68,7 @@ fn sums_are_exact_and_the_same_on_every_rank() {
             comm.all_reduce_sum_f32("gradients", &mut single, SOON)
                 .expect("all come");
             // Values whose sum depends on the order in which it is taken.
-            let mut double: Vec<f64> = (0..7).map(|i| 0.1f64.powi((rank as i32 + i) % 5) * 1e9).collect();
+            let mut double: Vec<f64> = (0..70).map(|i| uneven(i, rank)).collect();
             comm.all_reduce_sum_f64("norm", &mut double, SOON)
                 .expect("all come");
             let mut none: [f32; 0] = [];
@@ -76,8 +82,8 @@ fn sums_are_exact_and_the_same_on_every_rank() {
                 .iter()
                 .enumerate()
                 .all(|(i, x)| *x == (i as u32 * factor) as f32));
-            let in_rank_order: Vec<f64> = (0..7)
-                .map(|i| (0..size as i32).fold(0.0, |sum, rank| sum + 0.1f64.powi((rank + i) % 5) * 1e9))
+            let in_rank_order: Vec<f64> = (0..70)
+                .map(|i| (0..size).fold(0.0, |sum, rank| sum + uneven(i, rank)))
                 .collect();
             assert_eq!(*double, in_rank_order);
         }

@@ -13,6 +13,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs::{File, OpenOptions, TryLockError},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 /// Everything that [`super::Buffer::open`] starts from.
@@ -80,6 +81,10 @@ pub(super) fn recover(
     })
 }
 
+/// How long to wait for the folder. A process that was killed a moment ago may not be gone yet, and a
+/// child that it had just forked holds the lock until it has become another program.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
 fn lock_dir(dir: &Path) -> Result<File, BufferError> {
     let path = dir.join("lock");
     let file = OpenOptions::new()
@@ -88,10 +93,16 @@ fn lock_dir(dir: &Path) -> Result<File, BufferError> {
         .truncate(false)
         .open(&path)
         .map_err(BufferError::io(&path, "open"))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(BufferError::Locked { path }),
-        Err(TryLockError::Error(source)) => Err(BufferError::io(&path, "lock")(source)),
+    let since = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) if since.elapsed() < LOCK_TIMEOUT => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(TryLockError::WouldBlock) => return Err(BufferError::Locked { path }),
+            Err(TryLockError::Error(source)) => return Err(BufferError::io(&path, "lock")(source)),
+        }
     }
 }
 

@@ -254,6 +254,7 @@ fn a_torn_line_of_the_log_was_never_a_batch() {
     for cut in [1, 2, 40] {
         fs::write(&path, &text[..text.len() - cut]).expect("writable");
         let buffer = open(&config, None);
+        assert_eq!(fs::read_to_string(&path).expect("readable").lines().count(), 2);
         buffer.next_batch(1, Instant::now()).expect("logged");
         buffer.step_done(PolicyVersion(1)).expect("in order");
         buffer.next_batch(2, soon()).expect("complete");

@@ -14,7 +14,10 @@ use std::{
 };
 
 const ROLE: &str = "LEGORL_TEST_KILL_DIR";
-const STEPS: u32 = 12;
+const STEPS: u32 = 30;
+const KILLS: u32 = 20;
+/// Bytes of `run train-g000000-s0` and its newline.
+const NOTE_BYTES: u64 = 21;
 
 fn kill_config(dir: &Path) -> BufferConfig {
     BufferConfig {
@@ -88,6 +91,7 @@ fn a_run_that_is_killed_at_random_trains_on_every_trial_once() {
         return;
     }
     let dir = tempfile::tempdir().expect("a folder");
+    let note_bytes = || std::fs::metadata(dir.path().join("notes")).map_or(0, |meta| meta.len());
     let mut kills = 0;
     for life in 0u64.. {
         assert!(life < 200, "the run does not come to its end");
@@ -97,21 +101,19 @@ fn a_run_that_is_killed_at_random_trains_on_every_trial_once() {
             .stderr(File::create(dir.path().join("stderr")).expect("writable"))
             .spawn()
             .expect("it starts");
-        // Longer and longer, so that the run gets on; after twenty kills it is left alone.
-        let patience = match kills < 20 {
-            true => Duration::from_millis(15 + life * 7919 % 60 + life * 4),
-            false => Duration::from_secs(120),
-        };
-        let end = Instant::now() + patience;
+        // After some more notes, so that the run gets on at any speed; then it is left alone.
+        let (before, lines) = (note_bytes(), 3 + life * 7919 % 17);
+        let patience = Instant::now() + Duration::from_secs(120);
         let status = loop {
             if let Some(status) = child.try_wait().expect("it is ours") {
                 break status;
             }
-            if Instant::now() > end {
+            assert!(Instant::now() < patience, "life {life} hangs");
+            if kills < KILLS && note_bytes() >= before + lines * NOTE_BYTES {
                 child.kill().expect("it is ours");
                 break child.wait().expect("it is ours");
             }
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(Duration::from_micros(200));
         };
         if status.success() {
             break;
@@ -120,7 +122,7 @@ fn a_run_that_is_killed_at_random_trains_on_every_trial_once() {
         assert_eq!(status.signal(), Some(libc::SIGKILL), "{stderr}");
         kills += 1;
     }
-    assert!(kills > 3, "{kills} kills");
+    assert_eq!(kills, KILLS);
 
     let notes = std::fs::read_to_string(dir.path().join("notes")).expect("readable");
     let mut acknowledged = BTreeSet::new();
