@@ -372,7 +372,7 @@ mod tests {
             let dead = state.path().join(format!("{owner}-1-dead"));
             fs::create_dir_all(dead.join("one/root/closed")).unwrap();
             fs::create_dir_all(dead.join("two")).unwrap();
-            fs::set_permissions(dead.join("one/root/closed"), fs::Permissions::from_mode(0)).unwrap();
+            fs::set_permissions(dead.join("one/root/closed"), fs::Permissions::from_mode(0o0)).unwrap();
             fs::write(dead.join("owner"), owner).unwrap();
             fs::write(dead.join("lock"), "").unwrap();
         }
