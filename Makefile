@@ -17,7 +17,7 @@ agent:           ## the static helper that runs inside sandboxes
 
 build: setup     ## release binaries in target/release
 	$(CARGO) build --release --bins
-	@setup/agent.sh release
+	@setup/agent.sh
 
 demo: build      ## train the demo policy on the demo tasks and show the reward rising
 	@jobs/demo/run.sh configs/demo.env

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 level=${1:-short}
 export LEGORL_TEST_LEVEL=$level
-setup/agent.sh debug
+setup/agent.sh
 cargo build --bins
 if command -v cargo-nextest >/dev/null; then
   runner=(cargo nextest run --no-fail-fast)

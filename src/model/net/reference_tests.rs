@@ -34,6 +34,7 @@ fn reference(name: &str) -> Reference {
 }
 
 fn logits(policy: &Policy, ids: &Tensor) -> (Tensor, Tensor) {
+    tch::set_num_threads(1);
     let layout = PackedLayout::single(ids.numel(), Device::Cpu);
     let hidden = policy.forward_hidden(ids, &layout).detach();
     let logits = hidden.mm(&policy.head_weight().detach().tr());

@@ -16,6 +16,8 @@ fn tiny() -> ModelConfig {
 
 /// A policy whose norms are not all one, so that a forgotten norm shows.
 fn policy(config: ModelConfig) -> Policy {
+    // Waiting OpenMP threads spin, and tests run beside each other.
+    tch::set_num_threads(1);
     let policy = Policy::random(config, 5, Device::Cpu);
     no_grad(|| {
         for (name, mut t) in policy.parameters() {

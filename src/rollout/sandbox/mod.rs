@@ -69,7 +69,7 @@ pub trait Sandbox: Send + Sync {
             problem: result.tail,
         })
     }
-    /// Ends every process and deletes every file of the sandbox.
+    /// Ends every process of the sandbox and takes its files away.
     async fn delete(self: Box<Self>) -> Result<(), SandboxError>;
     /// Where the proxy is reachable from inside, over plain HTTP.
     fn proxy_address(&self) -> SocketAddr {

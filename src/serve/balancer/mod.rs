@@ -203,7 +203,9 @@ impl Balancer {
         };
         let known = hashes.iter().rev().find_map(|hash| {
             let replicas = self.seen.get(hash)?.iter().filter(|id| fits(id));
-            replicas.min_by_key(|id| self.replicas.get(id).map_or(0, |r| r.sessions)).copied()
+            replicas
+                .min_by_key(|id| self.replicas.get(id).map_or(0, |r| r.sessions))
+                .copied()
         });
         let chosen = known.unwrap_or(emptiest);
         if self.seen.len() + hashes.len() > MAX_REMEMBERED {
@@ -232,7 +234,10 @@ impl Balancer {
             assert_eq!(replica.sessions as usize, homes, "sessions of replica {id}");
         }
         for id in self.seen.values().flatten() {
-            assert!(self.replicas.contains_key(id), "a prefix is remembered for lost replica {id}");
+            assert!(
+                self.replicas.contains_key(id),
+                "a prefix is remembered for lost replica {id}"
+            );
         }
     }
 }

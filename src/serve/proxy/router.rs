@@ -149,7 +149,11 @@ impl Router {
         let mut core = self.lock();
         core.incarnations += 1;
         let incarnation = core.incarnations;
-        if core.replicas.insert(id, Replica { engine, incarnation }).is_some() {
+        if core
+            .replicas
+            .insert(id, Replica { engine, incarnation })
+            .is_some()
+        {
             core.forget(id);
         }
         core.balancer.on_join(id);
@@ -361,7 +365,11 @@ impl Router {
 
     fn lose_incarnation(&self, id: ReplicaId, incarnation: u64) {
         let mut core = self.lock();
-        if core.replicas.get(&id).is_some_and(|r| r.incarnation == incarnation) {
+        if core
+            .replicas
+            .get(&id)
+            .is_some_and(|r| r.incarnation == incarnation)
+        {
             core.replicas.remove(&id);
             core.forget(id);
         }
@@ -502,7 +510,10 @@ mod tests {
         let seen = &second.requests()[0];
         assert_eq!((&seen.prompt[..], seen.max_new_tokens), (&[0, 1, 2, 5, 6][..], 8));
         assert_ne!(seen.sampling.seed, request("a", 3).sampling.seed);
-        assert_eq!(router.stats().replicas.keys().copied().collect::<Vec<_>>(), [ReplicaId(1)]);
+        assert_eq!(
+            router.stats().replicas.keys().copied().collect::<Vec<_>>(),
+            [ReplicaId(1)]
+        );
         assert_eq!(router.in_flight(ReplicaId(1)), 0);
     }
 
@@ -559,7 +570,10 @@ mod tests {
             tokio::spawn(async move { router.generate(request("a", 3), |_| {}).await })
         };
         tokio::task::yield_now().await;
-        router.join(ReplicaId(4), Arc::new(ScriptedEngine::replies(vec![vec![9].into()])));
+        router.join(
+            ReplicaId(4),
+            Arc::new(ScriptedEngine::replies(vec![vec![9].into()])),
+        );
         assert!(late.await.unwrap().is_ok());
     }
 }

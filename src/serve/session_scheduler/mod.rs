@@ -256,7 +256,9 @@ impl SessionScheduler {
                 owner.tokens = tokens;
                 if owner.running == 0 {
                     owner.idle_since = now;
-                    replica.expiries.insert((now + self.config.idle_grace, turn.session));
+                    replica
+                        .expiries
+                        .insert((now + self.config.idle_grace, turn.session));
                 }
             }
         }
@@ -340,11 +342,19 @@ impl SessionScheduler {
         if waited >= self.config.deadline {
             return Verdict::Refuse;
         }
-        Verdict::Wait(if room { WaitReason::BehindOlder } else { WaitReason::AboveWatermark })
+        Verdict::Wait(if room {
+            WaitReason::BehindOlder
+        } else {
+            WaitReason::AboveWatermark
+        })
     }
 
     fn admit(&mut self, ticket: Ticket, ask: &Ask, reason: AdmitReason, now: Instant) {
-        if self.owners.get(&ask.session).is_some_and(|o| o.replica != ask.replica) {
+        if self
+            .owners
+            .get(&ask.session)
+            .is_some_and(|o| o.replica != ask.replica)
+        {
             self.disown(&ask.session);
         }
         let replica = self.replicas.entry(ask.replica).or_default();
@@ -416,7 +426,11 @@ impl SessionScheduler {
                 );
             }
             let running = || self.running.values().filter(|t| t.replica == *id);
-            assert_eq!(replica.running as usize, running().count(), "running on replica {id}");
+            assert_eq!(
+                replica.running as usize,
+                running().count(),
+                "running on replica {id}"
+            );
             let aged = running().filter(|t| t.aged).count();
             assert_eq!(replica.aged_running as usize, aged, "aged on replica {id}");
             assert!(aged <= 1, "{aged} turns admitted by age run on replica {id}");
@@ -428,7 +442,10 @@ impl SessionScheduler {
         let waiting: usize = self.replicas.values().map(|r| r.waiting.len()).sum();
         assert_eq!(waiting, self.waiting_at.len(), "waiters");
         for owner in self.owners.values() {
-            assert!(self.replicas.contains_key(&owner.replica), "an owner on a lost replica");
+            assert!(
+                self.replicas.contains_key(&owner.replica),
+                "an owner on a lost replica"
+            );
         }
     }
 }

@@ -31,7 +31,11 @@ fn owners_go_on_and_cold_sessions_wait_above_the_watermark() {
     let (c, v) = s.on_ask(t0, ask("c", 200, 0), VIEW);
     assert_eq!(v, Verdict::Wait(WaitReason::AboveWatermark));
     let (_, v) = s.on_ask(t0, ask("d", 10, 0), VIEW);
-    assert_eq!(v, Verdict::Wait(WaitReason::BehindOlder), "small, but `c` is older");
+    assert_eq!(
+        v,
+        Verdict::Wait(WaitReason::BehindOlder),
+        "small, but `c` is older"
+    );
     let (e, v) = s.on_ask(t0, ask("e", 100, 80), VIEW);
     assert_eq!(v, Verdict::Admit(AdmitReason::PrefixHit));
     s.on_turn_end(t0, a, 450);
@@ -47,7 +51,10 @@ fn owners_go_on_and_cold_sessions_wait_above_the_watermark() {
     let woken = s.reconsider(t0 + secs(119), R, VIEW);
     assert_eq!(
         woken.iter().map(|(_, v)| *v).collect::<Vec<_>>(),
-        [Verdict::Admit(AdmitReason::IdleReplica), Verdict::Admit(AdmitReason::BelowWatermark)]
+        [
+            Verdict::Admit(AdmitReason::IdleReplica),
+            Verdict::Admit(AdmitReason::BelowWatermark)
+        ]
     );
     assert_eq!(woken[0].0, c);
     s.sanity_check();
@@ -61,7 +68,10 @@ fn the_oldest_waiter_is_admitted_by_age_one_at_a_time_and_refused_at_the_deadlin
     let (x, _) = s.on_ask(t0, ask("x", 900, 0), VIEW);
     let (y, _) = s.on_ask(t0, ask("y", 900, 0), VIEW);
     assert!(s.reconsider(t0 + secs(119), R, VIEW).is_empty());
-    assert_eq!(s.reconsider(t0 + secs(120), R, VIEW), [(x, Verdict::Admit(AdmitReason::Aged))]);
+    assert_eq!(
+        s.reconsider(t0 + secs(120), R, VIEW),
+        [(x, Verdict::Admit(AdmitReason::Aged))]
+    );
     assert!(s.reconsider(t0 + secs(130), R, VIEW).is_empty(), "one at a time");
     assert_eq!(s.reconsider(t0 + secs(1800), R, VIEW), [(y, Verdict::Refuse)]);
     s.sanity_check();

@@ -80,6 +80,7 @@ use crate::base::{
 use crate::train::batch::{TrainBatch, TrainGroup};
 use deliveries::DeliveryLog;
 use mmap::{Location, ShardReader};
+use rayon::prelude::*;
 use record::RecordHeader;
 use schedule::{Admission, Schedule, Slot};
 use shard::{ShardWriter, WriteError};
@@ -87,7 +88,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fs::File,
     path::PathBuf,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -255,6 +256,7 @@ impl Buffer {
     /// an earlier attempt that reached no checkpoint.
     pub fn open(config: BufferConfig, resume: Option<&BufferManifest>) -> Result<Arc<Self>, BufferError> {
         config.check()?;
+        catch_file_size_signal()?;
         let recovered = recover::recover(&config, resume)?;
         Ok(Arc::new(Self {
             writer: ShardWriter::open(&config.dir, config.roll_bytes, recovered.last_shard)?,
@@ -283,7 +285,8 @@ impl Buffer {
         &self.config
     }
 
-    /// The groups of `step`, waiting until `deadline` for them to be complete. Blocking. The weights must
+    /// The groups of `step`, waiting until `deadline` for them to be complete. Blocking; one thread at a
+    /// time, the trainer's. The weights must
     /// have version `step - 1` when the batch is used; asking one step ahead is allowed, and a step that
     /// is not done may be asked for again. After a restart the steps that were delivered before it come
     /// first, as they were.
@@ -458,29 +461,29 @@ impl Buffer {
         delivery: &Delivery,
         locations: &HashMap<TrialKey, Location>,
     ) -> Result<TrainBatch, BufferError> {
-        let mut groups = Vec::with_capacity(delivery.groups.len());
-        for group in &delivery.groups {
-            let mut trajectories = Vec::with_capacity(group.finished.len());
-            for sample in &group.finished {
-                let location = locations[&schedule::key(group.id, *sample as usize)];
-                trajectories.push(self.read(location)?);
-            }
-            let stale = group.cut.iter().map(|sample| (*sample, DropReason::Stale));
-            let mut dropped: Vec<(u32, DropReason)> = group.dropped.iter().copied().chain(stale).collect();
-            dropped.sort_unstable();
-            groups.push(TrainGroup {
-                id: GroupId(group.id),
-                start_version: PolicyVersion(group.start),
-                trajectories,
-                dropped: dropped
-                    .into_iter()
-                    .map(|(sample, reason)| (schedule::key(group.id, sample as usize), reason))
-                    .collect(),
-            });
-        }
+        let groups: Result<Vec<TrainGroup>, BufferError> = delivery
+            .groups
+            .par_iter()
+            .map(|group| {
+                let read = |sample: &u32| self.read(locations[&schedule::key(group.id, *sample as usize)]);
+                let stale = group.cut.iter().map(|sample| (*sample, DropReason::Stale));
+                let mut dropped: Vec<(u32, DropReason)> =
+                    group.dropped.iter().copied().chain(stale).collect();
+                dropped.sort_unstable();
+                Ok(TrainGroup {
+                    id: GroupId(group.id),
+                    start_version: PolicyVersion(group.start),
+                    trajectories: group.finished.iter().map(read).collect::<Result<_, _>>()?,
+                    dropped: dropped
+                        .into_iter()
+                        .map(|(sample, reason)| (schedule::key(group.id, sample as usize), reason))
+                        .collect(),
+                })
+            })
+            .collect();
         Ok(TrainBatch {
             step: delivery.step,
-            groups,
+            groups: groups?,
         })
     }
 
@@ -662,18 +665,14 @@ impl TrialSink for Buffer {
                 .min(),
             TrialEnd::Dropped { .. } => None,
         };
-        match self.admit_end(&key, oldest) {
-            Admission::Answer(answer) => Ok(answer),
-            Admission::Unknown => Err(SinkError {
+        match (self.admit_end(&key, oldest), end) {
+            (Admission::Answer(answer), _) => Ok(answer),
+            (Admission::Unknown, _) => Err(SinkError {
                 key,
                 problem: "the buffer never handed this trial out; forget it".to_owned(),
                 source: None,
             }),
-            Admission::Store { start_version } => self.store(&end, start_version),
-            Admission::TooOld { start_version } => {
-                let TrialEnd::Finished(trajectory) = end else {
-                    unreachable!("only a finished trial has an oldest token")
-                };
+            (Admission::TooOld { start_version }, TrialEnd::Finished(trajectory)) => {
                 let drop = TrialEnd::Dropped {
                     key,
                     attempt: trajectory.attempt,
@@ -688,8 +687,27 @@ impl TrialSink for Buffer {
                 };
                 self.store(&drop, start_version).map(|_| Submitted::CutOff)
             }
+            (Admission::Store { start_version } | Admission::TooOld { start_version }, end) => {
+                self.store(&end, start_version)
+            }
         }
     }
+}
+
+/// Beyond `ulimit -f` the kernel sends SIGXFSZ, which ends the process; with a handler, the write fails
+/// with EFBIG instead. Not SIG_IGN, which every sandbox and agent would inherit.
+fn catch_file_size_signal() -> Result<(), BufferError> {
+    static CAUGHT: OnceLock<Result<(), std::io::ErrorKind>> = OnceLock::new();
+    CAUGHT
+        .get_or_init(|| {
+            signal_hook::flag::register(libc::SIGXFSZ, Arc::default())
+                .map(|_| ())
+                .map_err(|e| e.kind())
+        })
+        .map_err(|kind| BufferError::Setting {
+            name: "SIGXFSZ",
+            problem: format!("its handler cannot be set: {kind}"),
+        })
 }
 
 fn sink_error(key: TrialKey, error: WriteError) -> SinkError {

@@ -21,8 +21,8 @@
 //!
 //! Sections of a finished trial: `META` (text, reward, timing, one line per sequence), then per
 //! sequence `IDS` (u32), `LOGPROBS` (f32), `VERSIONS` (runs of u32 count, u32 version) and `MASK` (one
-//! bit a token, low bit first). Section numbers from `ROUTING` on are for expert routing; this format
-//! version writes none, and a reader that meets a section it does not know refuses the record.
+//! bit a token, low bit first). Section numbers from 16 on are for expert routing; this format version
+//! writes none, and a reader that meets a section it does not know refuses the record.
 //! A dropped trial has `META` alone.
 
 use crate::base::{
@@ -44,9 +44,6 @@ const IDS: u32 = 2;
 const LOGPROBS: u32 = 3;
 const VERSIONS: u32 = 4;
 const MASK: u32 = 5;
-/// First section number reserved for expert routing.
-#[cfg(test)]
-const ROUTING: u32 = 16;
 
 /// What a record's header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,8 @@
 //! to the first: the kept input becomes a leaf, the block runs again with gradients, and the
 //! vector-Jacobian product with the incoming gradient gives the gradient of the input and of the block's
 //! parameters. At any time the graph of one block exists. (Chen et al. 2016, "Training Deep Nets with
-//! Sublinear Memory Cost", with segments of one block.)
+//! Sublinear Memory Cost", with segments of one block.) Where memory is plentiful, the forward pass may
+//! keep the graph of every block instead ([`BackwardMode::BlockGraphs`]); the gradients are the same.
 //!
 //! Legend: T tokens, H hidden, N sampled tokens, V vocabulary.
 
@@ -162,10 +163,21 @@ pub(super) struct Kept {
 enum Graph {
     /// Nothing was kept.
     None,
-    /// Inputs of the blocks and the output of the last one.
-    Inputs(Vec<Tensor>),
+    /// Block by block.
+    Blocks {
+        blocks: Vec<KeptBlock>,
+        /// Output of the last block, `[T,H]`.
+        last: Tensor,
+    },
     /// Log-probabilities and entropies `[N]` with their whole graph.
     Whole { logprobs: Tensor, entropies: Tensor },
+}
+
+struct KeptBlock {
+    /// `[T,H]`.
+    input: Tensor,
+    /// With its graph back to `input`, where graphs are kept instead of computed again.
+    output: Option<Tensor>,
 }
 
 /// A policy with the settings that its passes need.
@@ -185,29 +197,32 @@ impl<'a> Network<'a> {
         if keep && self.config.backward == BackwardMode::WholeGraph {
             return self.forward_whole_graph(packed);
         }
-        no_grad(|| {
-            let mut x = self.policy.embed(&packed.ids);
-            let mut inputs = Vec::new();
-            for block in self.policy.blocks() {
-                let y = block.forward(&x, &packed.layout);
+        let mut x = no_grad(|| self.policy.embed(&packed.ids));
+        let mut blocks = Vec::new();
+        for block in self.policy.blocks() {
+            if keep && self.config.backward == BackwardMode::BlockGraphs {
+                let input = x.set_requires_grad(true);
+                let output = block.forward(&input, &packed.layout);
+                x = output.detach();
+                blocks.push(KeptBlock {
+                    input,
+                    output: Some(output),
+                });
+            } else {
+                let output = no_grad(|| block.forward(&x, &packed.layout));
+                let input = std::mem::replace(&mut x, output);
                 if keep {
-                    inputs.push(x);
+                    blocks.push(KeptBlock { input, output: None });
                 }
-                x = y;
             }
-            let values = head::values(&self.head(packed, &x.index_select(0, &packed.rows)));
-            if !keep {
-                return Kept {
-                    values,
-                    graph: Graph::None,
-                };
-            }
-            inputs.push(x);
-            Kept {
-                values,
-                graph: Graph::Inputs(inputs),
-            }
-        })
+        }
+        let values = no_grad(|| head::values(&self.head(packed, &x.index_select(0, &packed.rows))));
+        let graph = if keep {
+            Graph::Blocks { blocks, last: x }
+        } else {
+            Graph::None
+        };
+        Kept { values, graph }
     }
 
     fn head<'b>(&'b self, packed: &'b PackedBatch, hidden: &Tensor) -> HeadInput<'b> {
@@ -228,17 +243,13 @@ impl<'a> Network<'a> {
         derivatives: &TokenDerivatives,
         gradients: &mut Gradients,
     ) {
-        let inputs = match kept.graph {
-            Graph::Inputs(inputs) => inputs,
+        let (blocks, last) = match kept.graph {
+            Graph::Blocks { blocks, last } => (blocks, last),
             Graph::Whole { logprobs, entropies } => {
                 return self.backward_whole_graph(&logprobs, &entropies, derivatives, gradients);
             }
             Graph::None => unreachable!("backward follows a forward pass that kept its inputs"),
         };
-        let mut inputs = inputs;
-        let last = inputs
-            .pop()
-            .unwrap_or_else(|| unreachable!("forward keeps the last output"));
         let by_logprob = self.column(&derivatives.logprobs, &last);
         let by_entropy = derivatives
             .entropies
@@ -263,9 +274,15 @@ impl<'a> Network<'a> {
         let mut incoming = last.zeros_like().index_copy(0, &packed.rows, &by_rows);
         drop(last);
 
-        for (block, input) in self.policy.blocks().iter().zip(inputs).rev() {
-            let input = input.detach().set_requires_grad(true);
-            let output = block.forward(&input, &packed.layout);
+        for (block, kept) in self.policy.blocks().iter().zip(blocks).rev() {
+            let (input, output) = match kept.output {
+                Some(output) => (kept.input, output),
+                None => {
+                    let input = kept.input.detach().set_requires_grad(true);
+                    let output = block.forward(&input, &packed.layout);
+                    (input, output)
+                }
+            };
             let parameters = block.parameters();
             let mut wanted = vec![input];
             wanted.extend(parameters.iter().map(|(_, p)| p.shallow_clone()));

@@ -1,11 +1,10 @@
 //! Starts bubblewrap with the namespaces, and waits until the first process takes requests.
 
 use super::channel::{Channel, Event};
-use super::instance::{self, Folder};
+use super::instance::{self, Folder, Instance};
 use super::limits::{Group, Limits};
 use super::root::Root;
 use super::running::{Body, ProcessSandbox};
-use super::spawner::Spawner;
 use crate::rollout::sandbox::{SandboxError, SandboxSpec};
 use legorl_agent::protocol::{Reply, Request, HELPER_PATH, PROXY_SOCKET_PATH};
 use std::ffi::OsString;
@@ -32,16 +31,10 @@ const CAPABILITIES: [&str; 7] = [
 ];
 /// Only for the first process, to mount the overlay; it gives them up before any command runs.
 const OVERLAY_CAPABILITIES: [&str; 2] = ["CAP_SYS_ADMIN", "CAP_SETPCAP"];
-/// Files of the kernel that tell about, or steer, the whole machine.
-const MASKED: [&str; 6] = [
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/sched_debug",
-    "/proc/sysrq-trigger",
-    "/proc/timer_list",
-];
-const READ_ONLY: [&str; 2] = ["/proc/sys", "/proc/fs"];
+/// Settings of the whole machine. A sandbox of root is root to the kernel's permission check of these
+/// files, which asks for no capability.
+const KERNEL_SETTINGS: &str = "/proc/sys";
+const KERNEL_COMMANDS: &str = "/proc/sysrq-trigger";
 
 const FIX_INSTALL: &str = "install the package `bubblewrap` (Debian, Ubuntu, Fedora, RHEL: same name)";
 const FIX_USERNS: &str = "allow user namespaces: sysctl user.max_user_namespaces above 0, \
@@ -115,7 +108,11 @@ impl Launch {
     }
 
     /// Starts it.
-    pub async fn start(self, spawner: &Spawner, timeout: Duration) -> Result<ProcessSandbox, SandboxError> {
+    pub async fn start(
+        self,
+        instance: Arc<Instance>,
+        timeout: Duration,
+    ) -> Result<ProcessSandbox, SandboxError> {
         let Self {
             command,
             socket,
@@ -131,10 +128,11 @@ impl Launch {
         let control = socket.try_clone().map_err(io("open the control socket of"))?;
         let Limits { setup, group, .. } = limits;
         // The body is made where the child is born, so that a caller that goes away leaves no child.
-        let keep = spawner.clone();
-        let body = spawner
+        let keep = instance.clone();
+        let body = instance
+            .spawner()
             .spawn(command, move |child| {
-                child.map(|child| Body::new(child, control, keep, folder, group))
+                child.map(|child| Body::new(child, control, folder, group, keep))
             })
             .await
             .and_then(|child| child)
@@ -212,11 +210,9 @@ fn arguments(spec: &SandboxSpec, root: &Root, helper: &Path) -> Result<Vec<OsStr
         args.bind("--ro-bind", source, target);
     }
     args.add(["--proc", "/proc"]);
-    for path in READ_ONLY.iter().filter(|p| Path::new(p).exists()) {
-        args.add(["--ro-bind", path, path]);
-    }
-    for path in MASKED.iter().filter(|p| Path::new(p).exists()) {
-        args.add(["--ro-bind", "/dev/null", path]);
+    args.add(["--ro-bind", KERNEL_SETTINGS, KERNEL_SETTINGS]);
+    if Path::new(KERNEL_COMMANDS).exists() {
+        args.add(["--ro-bind", "/dev/null", KERNEL_COMMANDS]);
     }
     let shm = spec.memory_mb.map_or(SHM_BYTES, |mb| SHM_BYTES.min(mb << 19));
     args.add(["--dev", "/dev", "--perms", "1777", "--size", &shm.to_string()]);

@@ -4,6 +4,8 @@
 //! <state_dir>/<owner>-<pid>-<random>/   one a backend
 //!     lock        flock held as long as the process lives
 //!     owner       text
+//!     .etc/       see `root`
+//!     .trash/     folders of ended sandboxes, until a thread has deleted them
 //!     <sandbox>/  root/ (files), bwrap.log, labels, pid ("pid start-time"), cgroups (one folder a line)
 //! ```
 //!
@@ -11,15 +13,20 @@
 //! files name, if the process is still the one that was meant, and removes the folder. Folders of other
 //! owners and of living processes are never touched.
 
-use super::limits;
 use super::spawner::Spawner;
+use super::{limits, root};
 use crate::rollout::sandbox::{SandboxError, SandboxSpec};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
+
+const ETC: &str = ".etc";
+const TRASH: &str = ".trash";
 
 /// The folder of one backend in one process.
 #[derive(Debug)]
@@ -27,7 +34,34 @@ pub struct Instance {
     path: PathBuf,
     tag: String,
     spawner: Spawner,
+    sweeper: Option<Sweeper>,
     _lock: File,
+}
+
+/// Deletes folders in the background: a file system may take milliseconds for each folder, and nothing
+/// waits for it.
+#[derive(Debug)]
+struct Sweeper {
+    queue: mpsc::Sender<Option<PathBuf>>,
+    thread: thread::JoinHandle<()>,
+}
+
+impl Sweeper {
+    fn start() -> io::Result<Self> {
+        let (queue, folders) = mpsc::channel::<Option<PathBuf>>();
+        let sweep = move || {
+            // `None` says that no more will come.
+            while let Ok(Some(folder)) = folders.recv() {
+                if let Err(e) = remove_tree(&folder) {
+                    tracing::warn!(folder = %folder.display(), error = ?e, "sandbox folder not removed");
+                }
+            }
+        };
+        let thread = thread::Builder::new()
+            .name("sandbox-sweeper".into())
+            .spawn(sweep)?;
+        Ok(Self { queue, thread })
+    }
 }
 
 impl Instance {
@@ -44,6 +78,8 @@ impl Instance {
         make_dirs(&hidden)?;
         let file = hidden.join("owner");
         fs::write(&file, owner).map_err(|e| SandboxError::io("write", &file, e))?;
+        root::copy_etc(&hidden.join(ETC))?;
+        make_dirs(&hidden.join(TRASH))?;
         let lock_path = hidden.join("lock");
         let lock = File::create(&lock_path).map_err(|e| SandboxError::io("create", &lock_path, e))?;
         if !try_lock(&lock) {
@@ -51,11 +87,17 @@ impl Instance {
             return Err(SandboxError::io("lock", lock_path, error));
         }
         let path = state_dir.join(&tag);
+        let no_thread = |e| SandboxError::io("start a thread for", &path, e);
         fs::rename(&hidden, &path).map_err(|e| SandboxError::io("rename", &hidden, e))?;
+        let (spawner, sweeper) = (
+            Spawner::new().map_err(no_thread)?,
+            Sweeper::start().map_err(no_thread)?,
+        );
         Ok(Self {
             path,
             tag,
-            spawner: Spawner::new().map_err(|e| SandboxError::io("start a thread for", state_dir, e))?,
+            spawner,
+            sweeper: Some(sweeper),
             _lock: lock,
         })
     }
@@ -68,6 +110,15 @@ impl Instance {
     /// Name that is unique on this machine.
     pub fn tag(&self) -> &str {
         &self.tag
+    }
+
+    /// The shared copy of `/etc`.
+    pub fn etc(&self) -> PathBuf {
+        self.path.join(ETC)
+    }
+
+    fn sandboxes(&self) -> Vec<PathBuf> {
+        sandboxes_in(&self.path).unwrap_or_default()
     }
 
     /// Starts the processes of this backend.
@@ -89,7 +140,14 @@ impl Instance {
                 SandboxError::io("create", path, e)
             });
         }
-        let folder = Folder { path };
+        let folder = Folder {
+            trash: self
+                .path
+                .join(TRASH)
+                .join(format!("{}-{:08x}", spec.name, random()?)),
+            sweep: self.sweeper.as_ref().map(|s| s.queue.clone()),
+            path,
+        };
         let labels = &spec.labels;
         folder.write(
             "labels",
@@ -104,14 +162,16 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        // Only when every sandbox is gone; else a later run reaps it.
-        for file in ["owner", "lock"] {
-            let others = fs::read_dir(&self.path).map(|d| d.count()).unwrap_or(0);
-            if others <= 2 {
-                fs::remove_file(self.path.join(file)).ok();
+        if let Some(Sweeper { queue, thread }) = self.sweeper.take() {
+            queue.send(None).ok();
+            thread.join().ok();
+        }
+        // Else a later run reaps it.
+        if self.sandboxes().is_empty() {
+            if let Err(e) = remove_tree(&self.path) {
+                tracing::warn!(folder = %self.path.display(), error = ?e, "state folder not removed");
             }
         }
-        fs::remove_dir(&self.path).ok();
     }
 }
 
@@ -119,6 +179,8 @@ impl Drop for Instance {
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
+    trash: PathBuf,
+    sweep: Option<mpsc::Sender<Option<PathBuf>>>,
 }
 
 impl Folder {
@@ -133,9 +195,16 @@ impl Folder {
         fs::write(&path, text).map_err(|e| SandboxError::io("write", path, e))
     }
 
-    /// Removes the folder now.
+    /// Takes the folder away at once; its files are deleted in the background.
     pub fn remove(&self) -> Result<(), SandboxError> {
-        remove_tree(&self.path)
+        match fs::rename(&self.path, &self.trash) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other.map_err(|e| SandboxError::io("move away", &self.path, e))?,
+        }
+        match &self.sweep {
+            Some(queue) if queue.send(Some(self.trash.clone())).is_ok() => Ok(()),
+            _ => remove_tree(&self.trash),
+        }
     }
 }
 
@@ -171,16 +240,26 @@ pub fn reap(state_dir: &Path, owner: &str) -> Result<usize, SandboxError> {
 }
 
 fn reap_instance(path: &Path) -> Result<usize, SandboxError> {
-    let mut reaped = 0;
-    let entries = fs::read_dir(path).map_err(|e| SandboxError::io("read", path, e))?;
-    for sandbox in entries.flatten().filter(|e| e.path().is_dir()) {
-        let sandbox = sandbox.path();
-        end_leftover(&sandbox);
+    let sandboxes = sandboxes_in(path).map_err(|e| SandboxError::io("read", path, e))?;
+    for sandbox in &sandboxes {
+        end_leftover(sandbox);
         tracing::info!(sandbox = %sandbox.display(), "removed what a dead run left");
-        reaped += 1;
     }
     remove_tree(path)?;
-    Ok(reaped)
+    Ok(sandboxes.len())
+}
+
+/// Folders of sandboxes that have not ended.
+fn sandboxes_in(instance: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(instance)? {
+        let entry = entry?;
+        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+        if !hidden && entry.file_type()?.is_dir() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
 }
 
 /// Kills the recorded process, if it is still the same one, and removes the control groups.

@@ -60,14 +60,18 @@ impl Limiter {
     /// Looks for usable control groups.
     pub fn detect(tag: &str) -> Self {
         let found = find_parents().and_then(|parents| {
-            let probe = Group::create(&parents, &format!("legorl-{tag}-probe")).map_err(|e| e.to_string())?;
+            let why = |e: SandboxError| match &e {
+                SandboxError::Io { source, .. } => format!("{e}: {source}"),
+                other => other.to_string(),
+            };
+            let probe = Group::create(&parents, &format!("legorl-{tag}-probe")).map_err(why)?;
             let all = SandboxSpec {
                 cpus: Some(1.0),
                 memory_mb: Some(64),
                 pids_limit: Some(64),
                 ..SandboxSpec::new("probe")
             };
-            probe.set(&all).map_err(|e| e.to_string())?;
+            probe.set(&all).map_err(why)?;
             Ok(parents)
         });
         let kind = match found {

@@ -113,12 +113,12 @@ impl ProcessBackend {
         let launch = blocking("making the sandbox folder", move || {
             root::check_hidden(&spec, maker.path())?;
             let folder = maker.sandbox(&spec)?;
-            let root = root::Root::prepare(&folder, rootfs.as_deref())?;
+            let root = root::Root::prepare(&folder, &maker.etc(), rootfs.as_deref())?;
             let group = limiter.limit(&spec, &folder)?;
             bwrap::Launch::new(bwrap, helper, spec, folder, root, group)
         })
         .await?;
-        launch.start(instance.spawner(), BOOT_TIMEOUT).await
+        launch.start(instance, BOOT_TIMEOUT).await
     }
 }
 

@@ -1,9 +1,12 @@
 //! What a sandbox sees as its file system.
 //!
 //! Without `SANDBOX_ROOTFS` the root is a private folder with the system folders of this machine bound
-//! into it read-only: `/usr`, `/bin`, `/sbin`, `/lib*`, and of `/etc` only what programs need (see
-//! [`ETC`]); everything else (`/tmp`, `/root`, `/app`, `/logs`, `/var`, …) begins empty and is writable.
+//! into it read-only: `/usr`, `/bin`, `/sbin`, `/lib*`. Of `/etc` only what programs need and what holds
+//! no secrets ([`ETC`]) is there, as links to a copy that all sandboxes of a backend share. Everything
+//! else (`/tmp`, `/root`, `/app`, `/logs`, `/var`, …) begins empty and is writable.
 //! With `SANDBOX_ROOTFS` the root is that tree, and what is written goes to a private overlay.
+//!
+//! Few binds and few folders, since each costs a start up to half a millisecond.
 //!
 //! Invariant: no home folder, task, run folder or other mount of the machine is visible.
 
@@ -15,10 +18,12 @@ use std::path::{Path, PathBuf};
 
 /// Top-level folders of a system.
 const SYSTEM: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
+/// Where the shared copy of `/etc` is bound.
+const SHARED_ETC: &str = "/run/legorl/etc";
 /// Parts of `/etc` that hold no secrets: loader, alternatives, certificates, time zone, names of ports.
 pub const ETC: [&str; 14] = [
     "alternatives",
-    "ca-certificates",
+    "ca-certificates.conf",
     "crypto-policies",
     "ld.so.cache",
     "ld.so.conf",
@@ -75,19 +80,23 @@ pub struct Root {
 }
 
 impl Root {
-    /// Makes the private folder.
-    pub fn prepare(folder: &Folder, rootfs: Option<&Path>) -> Result<Self, SandboxError> {
+    /// Makes the private folder; `etc` is what [`copy_etc`] made.
+    pub fn prepare(folder: &Folder, etc: &Path, rootfs: Option<&Path>) -> Result<Self, SandboxError> {
         let base = folder.path().join("root");
         match rootfs {
-            None => host_root(base),
+            None => host_root(base, etc),
             Some(tree) => tree_root(base, tree),
         }
     }
 }
 
-fn host_root(base: PathBuf) -> Result<Root, SandboxError> {
-    make_folders(&base)?;
-    let mut binds = Vec::new();
+fn host_root(base: PathBuf, etc: &Path) -> Result<Root, SandboxError> {
+    make_missing(&base, None)?;
+    make_dir(&base.join("run/legorl/etc"), 0o755)?;
+    let mut binds = vec![(etc.to_path_buf(), SHARED_ETC.to_string())];
+    let link = |target: PathBuf, path: PathBuf| {
+        symlink(target, &path).map_err(|e| SandboxError::io("create the link", path, e))
+    };
     for name in SYSTEM {
         let host = Path::new("/").join(name);
         let Ok(meta) = fs::symlink_metadata(&host) else {
@@ -95,16 +104,18 @@ fn host_root(base: PathBuf) -> Result<Root, SandboxError> {
         };
         if meta.is_symlink() {
             let target = fs::read_link(&host).map_err(|e| SandboxError::io("read", &host, e))?;
-            let link = base.join(name);
-            symlink(target, &link).map_err(|e| SandboxError::io("create", link, e))?;
+            link(target, base.join(name))?;
         } else {
             binds.push((host, format!("/{name}")));
         }
     }
+    let mut linked = Vec::new();
     for name in ETC {
-        let host = Path::new("/etc").join(name);
-        if host.exists() {
-            binds.push((host, format!("/etc/{name}")));
+        // One link for all that is below a folder such as `ssl`.
+        let top = name.split('/').next().unwrap_or(name);
+        if !linked.contains(&top) && fs::symlink_metadata(etc.join(top)).is_ok() {
+            link(Path::new(SHARED_ETC).join(top), base.join("etc").join(top))?;
+            linked.push(top);
         }
     }
     Ok(Root {
@@ -120,8 +131,7 @@ fn tree_root(base: PathBuf, tree: &Path) -> Result<Root, SandboxError> {
         let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
         return Err(SandboxError::io("use SANDBOX_ROOTFS", tree, missing));
     }
-    let upper = base.join("layer/upper");
-    make_folders(&upper)?;
+    make_missing(&base.join("layer/upper"), Some(tree))?;
     for name in ["lower", "layer/work", "new", "proc", "dev", "run/legorl"] {
         make_dir(&base.join(name), 0o755)?;
     }
@@ -132,18 +142,63 @@ fn tree_root(base: PathBuf, tree: &Path) -> Result<Root, SandboxError> {
     })
 }
 
-fn make_folders(root: &Path) -> Result<(), SandboxError> {
-    for name in FOLDERS {
+/// Makes the folders and files that every sandbox has, but for those that the tree brings.
+fn make_missing(root: &Path, tree: Option<&Path>) -> Result<(), SandboxError> {
+    let missing = |name: &str| tree.is_none_or(|t| fs::symlink_metadata(t.join(name)).is_err());
+    make_dir(root, 0o755)?;
+    for name in FOLDERS.into_iter().filter(|name| missing(name)) {
         make_dir(&root.join(name), 0o755)?;
     }
-    for name in OPEN_FOLDERS {
+    for name in OPEN_FOLDERS.into_iter().filter(|name| missing(name)) {
         make_dir(&root.join(name), 0o1777)?;
     }
-    for (name, text) in FILES {
+    for (name, text) in FILES.into_iter().filter(|(name, _)| missing(name)) {
         let path = root.join(name);
+        if let Some(parent) = path.parent() {
+            make_dir(parent, 0o755)?;
+        }
         fs::write(&path, text).map_err(|e| SandboxError::io("write", path, e))?;
     }
     Ok(())
+}
+
+/// Copies [`ETC`] of this machine. What cannot be read by this user is left out.
+pub fn copy_etc(to: &Path) -> Result<(), SandboxError> {
+    make_dir(to, 0o755)?;
+    for name in ETC {
+        let target = to.join(name);
+        if let Some(parent) = target.parent() {
+            make_dir(parent, 0o755)?;
+        }
+        copy_readable(&Path::new("/etc").join(name), &target)?;
+    }
+    // Folders of this machine that turned out to be empty would hide nothing but the fact.
+    for name in ["ssl", "pki/tls", "pki"] {
+        fs::remove_dir(to.join(name)).ok();
+    }
+    Ok(())
+}
+
+fn copy_readable(from: &Path, to: &Path) -> Result<(), SandboxError> {
+    let failed = |e| SandboxError::io("copy", from, e);
+    let Ok(meta) = fs::symlink_metadata(from) else {
+        return Ok(());
+    };
+    if meta.is_symlink() {
+        let target = fs::read_link(from).map_err(failed)?;
+        symlink(target, to).map_err(failed)
+    } else if meta.is_dir() {
+        make_dir(to, 0o755)?;
+        for entry in fs::read_dir(from).into_iter().flatten().flatten() {
+            copy_readable(&entry.path(), &to.join(entry.file_name()))?;
+        }
+        Ok(())
+    } else {
+        match fs::copy(from, to) {
+            Err(e) if e.kind() != std::io::ErrorKind::PermissionDenied => Err(failed(e)),
+            _ => Ok(()),
+        }
+    }
 }
 
 fn make_dir(path: &Path, mode: u32) -> Result<(), SandboxError> {

@@ -2,9 +2,8 @@
 
 use super::bwrap;
 use super::channel::{Channel, Event, Pending};
-use super::instance::{start_time, Folder};
+use super::instance::{start_time, Folder, Instance};
 use super::limits::Group;
-use super::spawner::Spawner;
 use crate::rollout::sandbox::dockerfile::Image;
 use crate::rollout::sandbox::{ExecResult, ExecSpec, LogFile, Sandbox, SandboxError, SandboxSpec};
 use async_trait::async_trait;
@@ -29,10 +28,11 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Body {
     child: Child,
     control: UnixStream,
-    _spawner: Spawner,
     folder: Option<Folder>,
     group: Option<Group>,
     ended: bool,
+    /// The thread that started the child, and the lock that keeps reapers away, live at least as long.
+    _instance: Arc<Instance>,
 }
 
 impl Body {
@@ -40,9 +40,9 @@ impl Body {
     pub fn new(
         child: Child,
         control: UnixStream,
-        spawner: Spawner,
         folder: Folder,
         group: Option<Group>,
+        instance: Arc<Instance>,
     ) -> Self {
         let pid = child.id() as i32;
         let record = format!("{pid} {}", start_time(pid).unwrap_or_default());
@@ -52,10 +52,10 @@ impl Body {
         Self {
             child,
             control,
-            _spawner: spawner,
             folder: Some(folder),
             group,
             ended: false,
+            _instance: instance,
         }
     }
 

@@ -101,7 +101,10 @@ impl ScriptedEngine {
             Box::new(move |_, n| match replies.get(n as usize) {
                 Some(reply) => reply.clone(),
                 None => ScriptedReply {
-                    failure: Some((0, EngineError::Internal(format!("the script has no reply number {n}")))),
+                    failure: Some((
+                        0,
+                        EngineError::Internal(format!("the script has no reply number {n}")),
+                    )),
                     ..ScriptedReply::default()
                 },
             }),
@@ -140,7 +143,11 @@ impl Shared {
         let timed = !(reply.first_delay.is_zero() && reply.token_delay.is_zero());
         let mut batch = Vec::new();
         for (index, id) in reply.tokens.iter().enumerate() {
-            let delay = if index == 0 { reply.first_delay } else { reply.token_delay };
+            let delay = if index == 0 {
+                reply.first_delay
+            } else {
+                reply.token_delay
+            };
             if !delay.is_zero() {
                 tokio::select! {
                     () = tokio::time::sleep(delay) => {}
@@ -186,7 +193,9 @@ impl Shared {
             tokens.extend(&reply.tokens[..sent]);
             state.resident.insert(request.session.clone(), tokens);
         }
-        let failed = reply.failure.filter(|(after, _)| sent >= *after && reason != FinishReason::Abort);
+        let failed = reply
+            .failure
+            .filter(|(after, _)| sent >= *after && reason != FinishReason::Abort);
         // A receiver that is gone has nobody left to tell.
         let _ = events.send(match failed {
             Some((_, error)) => EngineEvent::Failed(error),

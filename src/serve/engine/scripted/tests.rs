@@ -43,10 +43,24 @@ async fn replies_end_by_stop_length_failure_and_carry_versions() {
     ]);
     let (tokens, end) = run(&engine, 0).await;
     assert_eq!(tokens.iter().map(|t| t.id).collect::<Vec<_>>(), [5, 9]);
-    assert!(matches!(end, EngineEvent::Finished { reason: FinishReason::Stop, cached_tokens: 0, .. }));
+    assert!(matches!(
+        end,
+        EngineEvent::Finished {
+            reason: FinishReason::Stop,
+            cached_tokens: 0,
+            ..
+        }
+    ));
     let (tokens, end) = run(&engine, 1).await;
     assert_eq!(tokens.len(), 4);
-    assert!(matches!(end, EngineEvent::Finished { reason: FinishReason::Length, cached_tokens: 3, .. }));
+    assert!(matches!(
+        end,
+        EngineEvent::Finished {
+            reason: FinishReason::Length,
+            cached_tokens: 3,
+            ..
+        }
+    ));
     let (tokens, end) = run(&engine, 2).await;
     assert_eq!(tokens.len(), 1);
     assert!(matches!(end, EngineEvent::Failed(EngineError::ReplicaLost(_))));
@@ -69,6 +83,12 @@ async fn abort_ends_a_slow_reply() {
     assert!(matches!(rx.recv().await, Some(EngineEvent::Tokens(t)) if t.len() == 1));
     assert_eq!(engine.status().running, 1);
     engine.abort(RequestId(7));
-    assert!(matches!(rx.recv().await, Some(EngineEvent::Finished { reason: FinishReason::Abort, .. })));
+    assert!(matches!(
+        rx.recv().await,
+        Some(EngineEvent::Finished {
+            reason: FinishReason::Abort,
+            ..
+        })
+    ));
     assert_eq!(engine.status().running, 0);
 }

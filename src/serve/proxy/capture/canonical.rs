@@ -61,9 +61,11 @@ impl Canonical {
             && self.name == other.name
             && self.tool_call_id == other.tool_call_id
             && self.calls.len() == other.calls.len()
-            && self.calls.iter().zip(&other.calls).all(|(a, b)| {
-                ids_agree(&a.id, &b.id) && a.name == b.name && a.arguments == b.arguments
-            })
+            && self
+                .calls
+                .iter()
+                .zip(&other.calls)
+                .all(|(a, b)| ids_agree(&a.id, &b.id) && a.name == b.name && a.arguments == b.arguments)
     }
 }
 
@@ -88,12 +90,30 @@ mod tests {
                    "tool_calls": [{"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}]})
         };
         let base = || call(Value::Null, "c1", "run", json!("{\"a\":1,\"b\":2}"));
-        assert!(same(base(), call(json!("\n"), "c1", "run", json!("{ \"a\": 1, \"b\": 2 }"))));
-        assert!(same(base(), call(json!([]), "c1", "run", json!({"b": 2, "a": 1}))));
-        assert!(!same(base(), call(Value::Null, "c2", "run", json!("{\"a\":1,\"b\":2}"))));
-        assert!(!same(base(), call(Value::Null, "c1", "ran", json!("{\"a\":1,\"b\":2}"))));
-        assert!(!same(base(), call(Value::Null, "c1", "run", json!("{\"a\":1,\"b\":3}"))));
-        assert!(!same(base(), call(json!("x"), "c1", "run", json!("{\"a\":1,\"b\":2}"))));
+        assert!(same(
+            base(),
+            call(json!("\n"), "c1", "run", json!("{ \"a\": 1, \"b\": 2 }"))
+        ));
+        assert!(same(
+            base(),
+            call(json!([]), "c1", "run", json!({"b": 2, "a": 1}))
+        ));
+        assert!(!same(
+            base(),
+            call(Value::Null, "c2", "run", json!("{\"a\":1,\"b\":2}"))
+        ));
+        assert!(!same(
+            base(),
+            call(Value::Null, "c1", "ran", json!("{\"a\":1,\"b\":2}"))
+        ));
+        assert!(!same(
+            base(),
+            call(Value::Null, "c1", "run", json!("{\"a\":1,\"b\":3}"))
+        ));
+        assert!(!same(
+            base(),
+            call(json!("x"), "c1", "run", json!("{\"a\":1,\"b\":2}"))
+        ));
         assert!(!same(base(), json!({"role": "assistant", "content": null})));
         let tool = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "x"});
         assert!(!same(tool("1"), tool("2")));

@@ -25,10 +25,7 @@ pub use canonical::Canonical;
 pub use renderer::{RenderError, Renderer};
 pub use sequences::sequences;
 
-use crate::{
-    base::SampledToken,
-    model::chat_template::MessageError,
-};
+use crate::{base::SampledToken, model::chat_template::MessageError};
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -148,12 +145,14 @@ fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
 }
 
 impl Tree {
-    /// Places a request: its messages and tools as raw JSON (valid UTF-8, not yet parsed).
+    /// Places a request: its messages and tools as raw JSON, not yet parsed. A prompt of certainly more
+    /// than `limit` tokens is refused.
     pub fn place(
         &mut self,
         renderer: &Renderer,
         messages: &[&[u8]],
         tools: Option<&[u8]>,
+        limit: usize,
     ) -> Result<Place, CaptureError> {
         let mut parent = None;
         let mut used = 0;
@@ -191,7 +190,7 @@ impl Tree {
             }
             roots.extend(node.children.iter().map(|child| (*child, end + 1)));
         }
-        self.grow(renderer, parent, &messages[used..], tools)
+        self.grow(renderer, parent, &messages[used..], tools, limit)
     }
 
     /// The index after the turn's delta, if the messages from `start` repeat it.
@@ -220,6 +219,7 @@ impl Tree {
         parent: Option<NodeId>,
         new: &[&[u8]],
         tools: Option<&[u8]>,
+        limit: usize,
     ) -> Result<Place, CaptureError> {
         let values = new.iter().map(|raw| parse(raw)).collect::<Result<Vec<_>, _>>()?;
         let tokens = match parent {
@@ -229,12 +229,12 @@ impl Tree {
                     Some(Value::Array(list)) => Some(list),
                     Some(_) => return Err(CaptureError::Json("`tools` must be a list".into())),
                 };
-                renderer.full(&values, tools.as_deref())?
+                renderer.full(&values, tools.as_deref(), limit)?
             }
             Some(id) => {
                 let reply = self.nodes[id].reply.as_ref();
                 let (message, ended) = reply.map_or((&Value::Null, true), |r| (&r.message, r.ended));
-                renderer.suffix(message, ended, &values)?
+                renderer.suffix(message, ended, &values, limit)?
             }
         };
         let first_child = parent.is_some_and(|id| self.nodes[id].children.is_empty());
@@ -309,6 +309,11 @@ impl Tree {
         match self.nodes[node].parent {
             Some(parent) => self.nodes[parent].children.retain(|child| *child != node),
             None => self.roots.retain(|root| root.node != node),
+        }
+        // A retry of the turn gets the same branch number, and with it the same seed.
+        let branch = self.nodes[node].branch;
+        if branch + 1 == self.branches && !self.nodes.iter().any(|n| !n.removed && n.branch == branch) {
+            self.branches -= 1;
         }
     }
 

@@ -20,6 +20,11 @@ use serde_json::{json, Map, Value};
 /// Stands for the content of a sampled reply.
 const MARKER: &str = "reply-8c1f4e";
 
+/// Longer texts are counted in pieces first, so that megabytes of tool output are refused early.
+const PRECOUNT_BYTES: usize = 4 << 20;
+/// More than the tokens that one cut can add.
+const PRECOUNT_SLACK: usize = 64;
+
 /// A conversation that cannot become tokens.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
@@ -29,6 +34,14 @@ pub enum RenderError {
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
+    /// The text is certainly longer than the window, so it is not encoded to the end.
+    #[error("the messages have more than {at_least} tokens, and {limit} fit")]
+    TooLong {
+        /// Tokens counted so far.
+        at_least: usize,
+        /// Tokens that fit.
+        limit: usize,
+    },
     /// The template cannot be used for conversations that grow.
     #[error("the chat template cannot be extended turn by turn: {0}")]
     NotExtensible(String),
@@ -65,12 +78,14 @@ impl Renderer {
             .ok_or_else(|| RenderError::NotExtensible("it leaves out an assistant's content".into()))?;
         let ids = this.tokenizer.encode_rendered(tail)?;
         let end = ids.iter().find(|id| this.tokenizer.is_special(**id)).copied();
-        let end = end.filter(|id| this.tokenizer.stop_ids().contains(id)).ok_or_else(|| {
-            RenderError::NotExtensible(format!(
-                "it ends an assistant's turn with {tail:?}, which holds none of the stop tokens {:?}",
-                this.tokenizer.stop_ids()
-            ))
-        })?;
+        let end = end
+            .filter(|id| this.tokenizer.stop_ids().contains(id))
+            .ok_or_else(|| {
+                RenderError::NotExtensible(format!(
+                    "it ends an assistant's turn with {tail:?}, which holds none of the stop tokens {:?}",
+                    this.tokenizer.stop_ids()
+                ))
+            })?;
         this.end_of_turn = end;
         this.end_text = this.tokenizer.decode_with_special(&[end]);
         this.probe()?;
@@ -83,8 +98,10 @@ impl Renderer {
             {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}},
             {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": {}}}
         ]);
-        let tools = [json!({"type": "function", "function": {"name": "f", "description": "d",
-            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}})];
+        let tools = [
+            json!({"type": "function", "function": {"name": "f", "description": "d",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}),
+        ];
         let user = json!({"role": "user", "content": "next"});
         let result = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "out"});
         let plain = json!({"role": "assistant", "content": "done"});
@@ -131,27 +148,58 @@ impl Renderer {
         self.end_of_turn
     }
 
-    /// Tokens of a whole conversation up to where the assistant begins.
-    pub fn full(&self, messages: &[Value], tools: Option<&[Value]>) -> Result<Vec<u32>, RenderError> {
-        let text = self.text(messages, tools, true)?;
-        Ok(self.tokenizer.encode_rendered(&text)?)
+    /// Tokens of a whole conversation up to where the assistant begins. Texts that certainly have more
+    /// than `limit` tokens are refused before they are encoded to the end.
+    pub fn full(
+        &self,
+        messages: &[Value],
+        tools: Option<&[Value]>,
+        limit: usize,
+    ) -> Result<Vec<u32>, RenderError> {
+        self.encode(&self.text(messages, tools, true)?, limit)
     }
 
     /// Tokens from the end of a sampled reply to where the assistant begins again. `reply` is the reply as
     /// a message; `ended` tells that it was sampled up to and including [`Renderer::end_of_turn`].
-    pub fn suffix(&self, reply: &Value, ended: bool, new: &[Value]) -> Result<Vec<u32>, RenderError> {
-        let text = self.suffix_text(reply, ended, new)?;
-        Ok(self.tokenizer.encode_rendered(&text)?)
+    pub fn suffix(
+        &self,
+        reply: &Value,
+        ended: bool,
+        new: &[Value],
+        limit: usize,
+    ) -> Result<Vec<u32>, RenderError> {
+        self.encode(&self.suffix_text(reply, ended, new)?, limit)
+    }
+
+    fn encode(&self, text: &str, limit: usize) -> Result<Vec<u32>, RenderError> {
+        if text.len() > PRECOUNT_BYTES {
+            let (mut counted, mut chunks, mut rest) = (0, 0, text);
+            while !rest.is_empty() {
+                let mut cut = rest.len().min(PRECOUNT_BYTES / 4);
+                while !rest.is_char_boundary(cut) {
+                    cut -= 1;
+                }
+                let (chunk, after) = rest.split_at(cut);
+                counted += self.tokenizer.encode_rendered(chunk)?.len();
+                chunks += 1;
+                rest = after;
+                // Cutting in mid-word costs a few tokens a chunk; they are taken off generously.
+                let at_least = counted.saturating_sub(chunks * PRECOUNT_SLACK);
+                if at_least > limit {
+                    return Err(RenderError::TooLong { at_least, limit });
+                }
+            }
+        }
+        Ok(self.tokenizer.encode_rendered(text)?)
     }
 
     fn suffix_text(&self, reply: &Value, ended: bool, new: &[Value]) -> Result<String, RenderError> {
         let mut messages = stand_in(reply);
         messages.extend_from_slice(new);
         let text = self.text(&messages, None, true)?;
-        let after_marker = text
-            .find(MARKER)
-            .map(|at| at + MARKER.len())
-            .ok_or_else(|| RenderError::NotExtensible("it leaves out an earlier assistant's content".into()))?;
+        let after_marker = text.find(MARKER).map(|at| at + MARKER.len()).ok_or_else(|| {
+            RenderError::NotExtensible("it leaves out an earlier assistant's content".into())
+        })?;
         let end = text[after_marker..]
             .find(&self.end_text)
             .map(|at| at + after_marker)

@@ -1,7 +1,10 @@
 use super::*;
 use crate::{
     base::{PolicyVersion, TokenSequence},
-    model::{chat_template::ChatTemplate, tokenizer::{testing, Tokenizer}},
+    model::{
+        chat_template::ChatTemplate,
+        tokenizer::{testing, Tokenizer},
+    },
 };
 use serde_json::{json, Map};
 
@@ -32,7 +35,7 @@ impl Session {
         let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
         let tools = self.tools.as_ref().map(Value::to_string);
         self.tree
-            .place(&self.renderer, &raw, tools.as_deref().map(str::as_bytes))
+            .place(&self.renderer, &raw, tools.as_deref().map(str::as_bytes), 1 << 20)
             .unwrap()
     }
 
@@ -89,7 +92,8 @@ fn a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled() {
     let reply = json!({"role": "assistant", "content": "look",
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "run", "arguments": "{\"cmd\":\"ls\"}"}}]});
     // The model wrote spacing that no template would write.
-    let sampled = "look<tool_call>{ \"name\":\"run\",\"arguments\":{\"cmd\" : \"ls\"} }</tool_call><|im_end|>";
+    let sampled =
+        "look<tool_call>{ \"name\":\"run\",\"arguments\":{\"cmd\" : \"ls\"} }</tool_call><|im_end|>";
     let first = s.turn(&messages, &reply, sampled);
     messages.push(json!({"role": "assistant", "content": [{"type": "text", "text": "look"}],
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "run", "arguments": "{\"cmd\": \"ls\"}"}}]}));
@@ -102,7 +106,10 @@ fn a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled() {
     let sequences = s.sequences();
     assert_eq!(sequences.len(), 1);
     let q = &sequences[0];
-    let trained: Vec<u32> = (0..q.len()).filter(|i| q.loss_mask[*i]).map(|i| q.token_ids[i]).collect();
+    let trained: Vec<u32> = (0..q.len())
+        .filter(|i| q.loss_mask[*i])
+        .map(|i| q.token_ids[i])
+        .collect();
     assert_eq!(s.text(&trained), format!("{sampled}done<|im_end|>"));
     assert_eq!(q.prompt_len as usize, first.len());
     assert_eq!(q.logprobs[first.len() + 3], -3.5);
@@ -114,16 +121,35 @@ fn a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled() {
 fn a_reply_cut_by_length_gets_its_end_of_turn_as_context() {
     let mut s = Session::new(None);
     s.turn(&[user("go")], &assistant("hel"), "hel");
-    let prompt = s.turn(&[user("go"), assistant("hel"), user("on")], &assistant("x"), "x<|im_end|>");
-    assert!(s.text(&prompt).ends_with("assistant\nhel<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"));
+    let prompt = s.turn(
+        &[user("go"), assistant("hel"), user("on")],
+        &assistant("x"),
+        "x<|im_end|>",
+    );
+    assert!(s
+        .text(&prompt)
+        .ends_with("assistant\nhel<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"));
     let q = &s.sequences()[0];
-    assert_eq!(q.sampled(), s.renderer.tokenizer().encode_rendered("helx<|im_end|>").unwrap().len());
+    assert_eq!(
+        q.sampled(),
+        s.renderer
+            .tokenizer()
+            .encode_rendered("helx<|im_end|>")
+            .unwrap()
+            .len()
+    );
 }
 
 #[test]
 fn rewritten_history_branches_and_shared_tokens_count_once() {
     let mut s = Session::new(None);
-    let a = [user("q"), assistant("one"), user("r"), assistant("two"), user("s")];
+    let a = [
+        user("q"),
+        assistant("one"),
+        user("r"),
+        assistant("two"),
+        user("s"),
+    ];
     s.turn(&a[..1], &a[1], "one<|im_end|>");
     s.turn(&a[..3], &a[3], "two<|im_end|>");
     s.turn(&a, &assistant("three"), "three<|im_end|>");
@@ -138,36 +164,65 @@ fn rewritten_history_branches_and_shared_tokens_count_once() {
     let trained: Vec<String> = sequences
         .iter()
         .map(|q| {
-            let ids: Vec<u32> = (0..q.len()).filter(|i| q.loss_mask[*i]).map(|i| q.token_ids[i]).collect();
+            let ids: Vec<u32> = (0..q.len())
+                .filter(|i| q.loss_mask[*i])
+                .map(|i| q.token_ids[i])
+                .collect();
             s.text(&ids)
         })
         .collect();
-    assert_eq!(trained, ["one<|im_end|>two<|im_end|>three<|im_end|>", "four<|im_end|>", "five<|im_end|>"]);
-    let reasons: Vec<_> = s.tree.nodes.iter().map(|n| (n.reason, n.branch, n.depth)).collect();
+    assert_eq!(
+        trained,
+        [
+            "one<|im_end|>two<|im_end|>three<|im_end|>",
+            "four<|im_end|>",
+            "five<|im_end|>"
+        ]
+    );
+    let reasons: Vec<_> = s
+        .tree
+        .nodes
+        .iter()
+        .map(|n| (n.reason, n.branch, n.depth))
+        .collect();
     use BranchReason::*;
     assert_eq!(
         reasons,
-        [(First, 0, 0), (Extension, 0, 1), (Extension, 0, 2), (Rewritten, 1, 1), (NewConversation, 2, 0)]
+        [
+            (First, 0, 0),
+            (Extension, 0, 1),
+            (Extension, 0, 2),
+            (Rewritten, 1, 1),
+            (NewConversation, 2, 0)
+        ]
     );
 }
 
 #[test]
 fn identical_requests_are_known_and_removed_turns_leave_no_trace() {
     let mut s = Session::new(None);
-    let Place::New { node, .. } = s.place(&[user("q")]) else { panic!() };
+    let Place::New { node, .. } = s.place(&[user("q")]) else {
+        panic!()
+    };
     assert!(matches!(s.place(&[user("q")]), Place::Known(n) if n == node));
     let as_parts = json!({"role": "user", "content": [{"type": "text", "text": "q"}]});
     assert!(matches!(s.place(&[as_parts]), Place::Known(n) if n == node));
     s.tree.remove(node);
     assert!(s.sequences().is_empty());
-    let Place::New { node, .. } = s.place(&[user("q")]) else { panic!() };
+    let Place::New { node, .. } = s.place(&[user("q")]) else {
+        panic!()
+    };
     assert_eq!(s.tree.node(node).reason, BranchReason::First);
     s.tree.commit(&s.renderer, node, Vec::new(), assistant("a"));
     assert!(matches!(s.place(&[user("q")]), Place::Known(n) if n == node));
     // A retry of a removed turn is the same branch again, so that it draws with the same seed.
-    let Place::New { node: second, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else { panic!() };
+    let Place::New { node: second, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else {
+        panic!()
+    };
     s.tree.remove(second);
-    let Place::New { node: again, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else { panic!() };
+    let Place::New { node: again, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else {
+        panic!()
+    };
     let id = |n: NodeId| (s.tree.node(n).branch, s.tree.node(n).depth);
     assert_eq!(id(second), id(again));
 }
@@ -177,7 +232,11 @@ fn other_tools_are_another_conversation() {
     let mut s = Session::new(tools());
     s.turn(&[user("q")], &assistant("a"), "a<|im_end|>");
     s.tools = None;
-    let prompt = s.turn(&[user("q"), assistant("a"), user("r")], &assistant("b"), "b<|im_end|>");
+    let prompt = s.turn(
+        &[user("q"), assistant("a"), user("r")],
+        &assistant("b"),
+        "b<|im_end|>",
+    );
     assert!(!s.text(&prompt).contains("Tools:"));
     assert_eq!(s.sequences().len(), 2);
     // Only the spacing of the tools differs: the same conversation.
@@ -202,19 +261,30 @@ fn templates_that_cannot_be_extended_are_refused_with_the_reason() {
     assert!(error.contains("not rendered as"), "{error}");
 }
 
+#[test]
+fn megabytes_beyond_the_window_are_refused_with_a_count() {
+    let r = renderer();
+    let text = "hello world ".repeat(1 << 20);
+    let error = r.full(&[user(&text)], None, 10_000).unwrap_err();
+    assert!(
+        matches!(error, RenderError::TooLong { at_least, limit: 10_000 } if at_least > 10_000),
+        "{error}"
+    );
+}
+
 /// Cost of a turn: what is rendered depends on the new messages alone.
 #[test]
 fn the_suffix_of_a_long_conversation_is_that_of_a_short_one() {
     let r = renderer();
     let new = [user("next")];
-    let short = r.suffix(&assistant("a"), true, &new).unwrap();
+    let short = r.suffix(&assistant("a"), true, &new, 1 << 20).unwrap();
     let mut long = vec![json!({"role": "system", "content": "rules"})];
     for n in 0..50 {
         long.extend([user(&format!("q{n}")), assistant(&format!("a{n}"))]);
     }
-    let without = r.full(&long[..long.len() - 1], None).unwrap();
+    let without = r.full(&long[..long.len() - 1], None, 1 << 20).unwrap();
     long.extend(new);
-    let with = r.full(&long, None).unwrap();
+    let with = r.full(&long, None, 1 << 20).unwrap();
     assert!(with.starts_with(&without));
     assert!(with.ends_with(&short));
 }

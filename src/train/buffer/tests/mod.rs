@@ -1,7 +1,12 @@
-//! Tests of the buffer. `pacing` drives the schedule alone, `record` the bytes, `files` real shards:
-//! recovery, corruption, full disks; `model` random runs with crashes against a model.
+//! Tests of the buffer. `pacing` drives the schedule alone, `record` the bytes, `files` whole runs on
+//! real files, `damage` torn tails and corruption, `full_disk` and `kill` processes of their own, and
+//! `model` random runs with restarts.
 
+mod damage;
 mod files;
+mod full_disk;
+mod kill;
+mod model;
 mod pacing;
 mod record;
 
@@ -96,13 +101,6 @@ fn dropped(key: TrialKey) -> TrialEnd {
     }
 }
 
-fn run(plan: &dyn TrialPlan) -> TrialAssignment {
-    match plan.next() {
-        TrialPlanStep::Run(assignment) => assignment,
-        other => panic!("{other:?} instead of a trial"),
-    }
-}
-
 /// All trials that may start now.
 fn run_all(plan: &dyn TrialPlan) -> Vec<TrialAssignment> {
     std::iter::from_fn(|| match plan.next() {
@@ -114,4 +112,21 @@ fn run_all(plan: &dyn TrialPlan) -> Vec<TrialAssignment> {
 
 fn key(group: u64, sample: usize) -> TrialKey {
     schedule::key(group, sample)
+}
+
+/// A folder in memory where there is one: these tests flush a lot, and are not about the disk.
+fn quick_dir() -> tempfile::TempDir {
+    let shm = Path::new("/dev/shm");
+    match shm.is_dir() {
+        true => tempfile::tempdir_in(shm),
+        false => tempfile::tempdir(),
+    }
+    .expect("a folder")
+}
+
+/// This test binary, set to run one test of this module alone in a process of its own.
+fn this_test(name: &str) -> std::process::Command {
+    let mut command = std::process::Command::new(std::env::current_exe().expect("this binary has a path"));
+    command.args([&format!("train::buffer::tests::{name}"), "--exact", "--nocapture"]);
+    command
 }

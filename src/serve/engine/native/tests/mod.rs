@@ -24,6 +24,8 @@ use tokio::sync::mpsc::{unbounded_channel, UnboundedReceiver};
 const VOCAB: usize = 97;
 
 fn policy(seed: i64) -> Policy {
+    // Waiting OpenMP threads spin, and tests run beside each other.
+    tch::set_num_threads(1);
     let mut config = ModelConfig::qwen3(VOCAB, 32, 48, 3, 4, 2, 8);
     config.initializer_range = 0.3;
     Policy::random(config, seed, Device::Cpu)

@@ -1,0 +1,343 @@
+//! Drives one turn: from its prompt to its place in the record.
+//!
+//! The task ends in exactly one of four ways, and each leaves the record consistent: a reply is
+//! committed; the engine fails and the turn is removed; the last waiting client leaves and the turn is
+//! removed (counted as aborted); the session is closed and the turn is removed.
+
+use super::{
+    capture::NodeId,
+    error::ApiError,
+    live::{End, Finished, Live},
+    router::{Generated, RouteError},
+    session::{Closed, Session, State},
+    Shared,
+};
+use crate::{
+    base::{FinishReason, GenerateRequest, RequestId, SampledToken},
+    model::{
+        tokenizer::DecodeStream,
+        tool_calls::{StreamParser, ToolCallFormat},
+    },
+};
+use serde_json::Value;
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        Arc,
+    },
+    time::Instant,
+};
+use tokio::sync::Notify;
+
+/// What a request asks of its turn.
+#[derive(Clone, Debug, Default)]
+pub struct TurnSpec {
+    /// Most tokens to sample, if the request says so.
+    pub max_tokens: Option<u32>,
+    /// Texts that end the reply; they are not part of it.
+    pub stop: Vec<String>,
+    /// Tool calls are taken out of the text.
+    pub parse_tools: bool,
+    /// The request asks for the prompt's token ids.
+    pub echo_prompt: bool,
+    /// The tools, as raw JSON.
+    pub tools: Option<Vec<u8>>,
+}
+
+/// A turn to drive.
+pub struct Job {
+    /// The proxy.
+    pub shared: Arc<Shared>,
+    /// Whose turn.
+    pub session: Arc<Session>,
+    /// Its shared state.
+    pub live: Arc<Live>,
+    /// Its place in the tree.
+    pub node: NodeId,
+    /// Seed of its random stream.
+    pub seed: u64,
+    /// What the request asked for.
+    pub request: TurnSpec,
+}
+
+enum Outcome {
+    Generated(Result<Generated, RouteError>),
+    StopText,
+    Abandoned,
+    Closed(Closed),
+}
+
+/// Runs the turn to its end.
+pub async fn drive(job: Job) {
+    let started = Instant::now();
+    let limits = &job.session.spec.limits;
+    let room = limits.max_total_tokens - job.live.prompt.len() as u32;
+    let wanted = job.request.max_tokens.unwrap_or(u32::MAX);
+    let generate = GenerateRequest {
+        id: RequestId(0),
+        session: job.session.id.clone(),
+        prompt: job.live.prompt.clone(),
+        sampling: crate::base::SamplingParams {
+            seed: job.seed,
+            ..job.session.spec.sampling
+        },
+        stop_token_ids: job.shared.renderer.tokenizer().stop_ids().to_vec(),
+        max_new_tokens: wanted.min(limits.max_tokens_per_turn).min(room).max(1),
+    };
+    let format = job.request.parse_tools.then(|| job.shared.format.clone());
+    let (stop_hit, stop_seen) = (Notify::new(), AtomicBool::new(false));
+    let mut text = ReplyText::new(&job, format.clone());
+    let outcome = {
+        let on_tokens = |tokens: Vec<SampledToken>| {
+            if stop_seen.load(Ordering::Relaxed) {
+                return;
+            }
+            let (tokens, stopped) = text.push(&job, tokens);
+            let mut progress = job.live.progress();
+            progress.tokens.extend(tokens);
+            progress.content.push_str(&text.take_released());
+            drop(progress);
+            job.live.changed.send_replace(());
+            if stopped {
+                stop_seen.store(true, Ordering::Relaxed);
+                stop_hit.notify_one();
+            }
+        };
+        let generation = job.shared.router.generate(generate, on_tokens);
+        tokio::pin!(generation);
+        let mut closed = job.session.closed.subscribe();
+        loop {
+            let over = *closed.borrow_and_update();
+            if let Some(reason) = over {
+                break Outcome::Closed(reason);
+            }
+            tokio::select! {
+                biased;
+                result = &mut generation => break if stop_seen.load(Ordering::Relaxed) {
+                    Outcome::StopText
+                } else {
+                    Outcome::Generated(result)
+                },
+                () = stop_hit.notified() => break Outcome::StopText,
+                _ = closed.changed() => {}
+                () = job.live.changed.closed() => {
+                    if job.leave_if_abandoned(started).await {
+                        break Outcome::Abandoned;
+                    }
+                }
+            }
+        }
+    };
+    let end = match outcome {
+        Outcome::Abandoned => return,
+        Outcome::Closed(Closed::ByTrial) => Err(ApiError::UnknownSession(job.session.id.to_string())),
+        Outcome::Closed(Closed::Cancelled) => Err(ApiError::Ended(format!(
+            "session `{}` was cancelled",
+            job.session.id
+        ))),
+        Outcome::Generated(Err(error)) => {
+            tracing::warn!(session = %job.session.id, turn = job.node, %error, "turn failed");
+            Err(error.into())
+        }
+        Outcome::Generated(Ok(Generated {
+            reason: FinishReason::Abort,
+            ..
+        })) => Err(ApiError::Engine("the engine ended the generation".into())),
+        Outcome::Generated(Ok(generated)) => Ok((Some(generated), text.finish(&job, generated.reason))),
+        Outcome::StopText => Ok((None, text.finish(&job, FinishReason::Stop))),
+    };
+    job.settle(end, started).await;
+}
+
+impl Job {
+    /// True if nobody waits any more; the turn is then removed. A client that joins meanwhile keeps it.
+    async fn leave_if_abandoned(&self, started: Instant) -> bool {
+        let (live, node) = (self.live.clone(), self.node);
+        let left = self.session.with_state(false, move |state| {
+            if live.changed.receiver_count() > 0 {
+                return false;
+            }
+            state.live.remove(&node);
+            state.tree.remove(node);
+            state.captured.aborted += 1;
+            state.captured.model_inference_secs += started.elapsed().as_secs_f64();
+            true
+        });
+        left.await.unwrap_or(true)
+    }
+
+    async fn settle(&self, end: Result<(Option<Generated>, ReplyEnd), ApiError>, started: Instant) {
+        let (live, node, shared) = (self.live.clone(), self.node, self.shared.clone());
+        let (prompt_tokens, id, seed) = (self.live.prompt.len(), self.session.id.clone(), self.seed);
+        let settled = self.session.with_state(false, move |state: &mut State| {
+            if state.live.remove(&node).is_none() {
+                return; // the session was handed over
+            }
+            let captured = &mut state.captured;
+            captured.model_inference_secs += started.elapsed().as_secs_f64();
+            match end {
+                Ok((generated, reply)) => {
+                    captured.turns += 1;
+                    captured.prompt_tokens += prompt_tokens as u64;
+                    captured.completion_tokens += reply.tokens.len() as u64;
+                    captured.malformed_tool_calls += u32::from(reply.malformed);
+                    captured.length_finishes += u32::from(reply.finish_reason == "length");
+                    if let Some(generated) = generated {
+                        captured.admission_wait_secs += generated.admission_wait.as_secs_f64();
+                    }
+                    state.turns_without_tool = if reply.calls.is_empty() {
+                        state.turns_without_tool + 1
+                    } else {
+                        0
+                    };
+                    let calls = reply.calls.into_iter().enumerate().map(|(i, call)| {
+                        let unique = super::mix_seed(seed, node as u64, i as u64);
+                        (format!("call_{unique:016x}"), call)
+                    });
+                    let finished = Arc::new(Finished {
+                        content: reply.content,
+                        calls: calls.collect(),
+                        finish_reason: reply.finish_reason,
+                        tokens: reply.tokens,
+                        prompt_tokens,
+                        cached_tokens: generated.map_or(0, |g| g.cached_tokens),
+                    });
+                    state.tree.commit(
+                        &shared.renderer,
+                        node,
+                        finished.tokens.clone(),
+                        finished.message(),
+                    );
+                    state.finished.insert(node, finished.clone());
+                    shared.counters.on_turn(&finished, started.elapsed());
+                    live.finish(End::Reply(finished));
+                }
+                Err(error) => {
+                    state.tree.remove(node);
+                    match &error {
+                        ApiError::Engine(problem) | ApiError::Unavailable(problem) => {
+                            captured.engine_failure.get_or_insert_with(|| problem.clone());
+                        }
+                        ApiError::ContextOverflow { .. } => captured.context_overflow = true,
+                        _ => {}
+                    }
+                    live.finish(End::Failed(error));
+                }
+            }
+        });
+        if settled.await.is_err() {
+            self.live.finish(End::Failed(ApiError::Engine(format!(
+                "session `{id}` lost its record"
+            ))));
+        }
+    }
+}
+
+/// The reply's text as it grows: decoding, stop texts, tool calls.
+struct ReplyText {
+    decode: DecodeStream,
+    parser: StreamParser,
+    format: Option<Arc<dyn ToolCallFormat>>,
+    stop: Vec<String>,
+    /// Decoded text that may still begin a stop text.
+    held: String,
+    released: String,
+    tokens: Vec<SampledToken>,
+}
+
+struct ReplyEnd {
+    content: String,
+    calls: Vec<crate::model::tool_calls::ToolCall>,
+    malformed: bool,
+    finish_reason: &'static str,
+    tokens: Vec<SampledToken>,
+}
+
+impl ReplyText {
+    fn new(job: &Job, format: Option<Arc<dyn ToolCallFormat>>) -> Self {
+        Self {
+            decode: DecodeStream::new(),
+            parser: StreamParser::new(),
+            format,
+            stop: job.request.stop.clone(),
+            held: String::new(),
+            released: String::new(),
+            tokens: Vec::new(),
+        }
+    }
+
+    /// Takes tokens up to the one that completes a stop text; tells whether there was one.
+    fn push(&mut self, job: &Job, tokens: Vec<SampledToken>) -> (Vec<SampledToken>, bool) {
+        let tokenizer = job.shared.renderer.tokenizer();
+        let (mut taken, mut stopped) = (0, false);
+        if self.stop.is_empty() {
+            let text = self.decode.push(tokenizer, tokens.iter().map(|t| t.id));
+            self.parse(&text);
+            taken = tokens.len();
+        } else {
+            while taken < tokens.len() && !stopped {
+                let text = self.decode.push(tokenizer, [tokens[taken].id]);
+                taken += 1;
+                self.held.push_str(&text);
+                let hit = self.stop.iter().filter_map(|stop| self.held.find(stop)).min();
+                let free = match hit {
+                    Some(at) => {
+                        stopped = true;
+                        at
+                    }
+                    None => self.held.len() - self.stop_prefix(),
+                };
+                let text: String = self.held.drain(..free).collect();
+                self.parse(&text);
+            }
+        }
+        if stopped {
+            self.held.clear();
+        }
+        let mut tokens = tokens;
+        tokens.truncate(taken);
+        self.tokens.extend(&tokens);
+        (tokens, stopped)
+    }
+
+    /// Bytes at the end of `held` that may begin a stop text.
+    fn stop_prefix(&self) -> usize {
+        let ends = self.stop.iter().flat_map(|stop| {
+            let starts = stop.char_indices().map(|(at, _)| at).filter(|at| *at > 0);
+            starts.filter(|at| self.held.ends_with(&stop[..*at]))
+        });
+        ends.max().unwrap_or(0)
+    }
+
+    fn parse(&mut self, text: &str) {
+        let shown = self.parser.push(self.format.as_deref(), text);
+        self.released.push_str(&shown);
+    }
+
+    fn take_released(&mut self) -> String {
+        std::mem::take(&mut self.released)
+    }
+
+    /// The whole reply. `Progress::content` is a beginning of its content.
+    fn finish(mut self, job: &Job, reason: FinishReason) -> ReplyEnd {
+        let rest = std::mem::take(&mut self.held) + &self.decode.finish();
+        self.parse(&rest);
+        let tools = job.request.tools.as_deref();
+        let tools: Option<Vec<Value>> = tools.and_then(|raw| serde_json::from_slice(raw).ok());
+        let end = self.parser.finish(self.format.as_deref(), tools.as_deref());
+        let shown = job.live.progress().content.clone() + &self.released;
+        let length = reason == FinishReason::Length;
+        ReplyEnd {
+            content: shown + &end.content,
+            finish_reason: match (length, end.calls.is_empty()) {
+                (true, _) => "length",
+                (false, false) => "tool_calls",
+                (false, true) => "stop",
+            },
+            calls: end.calls,
+            // A call that was cut off is not one that the model wrote wrongly.
+            malformed: end.malformed && !length,
+            tokens: self.tokens,
+        }
+    }
+}
