@@ -69,8 +69,7 @@ pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerCo
         ppo_epochs: settings.batch.ppo_epochs as usize,
         max_token_len_per_gpu: settings.batch.max_token_len_per_gpu as usize,
         head_chunk_tokens: HEAD_CHUNK_TOKENS,
-        // Under async the engine's policy is the one that the ratio must be taken against.
-        bypass_old_logprobs: settings.rollout.staleness > 0.0,
+        bypass_old_logprobs: settings.algorithm.rollout_correction_bypass,
         importance: None,
         optimizer: AdamWConfig {
             beta1: optim.beta1,
@@ -92,7 +91,11 @@ pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerCo
         max_grad_norm: optim.grad_clip,
         max_response_len: settings.data.max_response_tokens as usize,
         num_threads: threads,
-        backward: BackwardMode::BlockLoop,
+        backward: if settings.batch.gradient_checkpointing {
+            BackwardMode::BlockLoop
+        } else {
+            BackwardMode::BlockGraphs
+        },
     }
 }
 

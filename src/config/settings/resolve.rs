@@ -363,6 +363,7 @@ fn batch(r: &mut Resolver<'_>, window: u32, sp_size: u32) -> BatchSettings {
         train_bsz,
         train_mini_bsz: r.derive("TRAIN_MINI_BSZ", mini, train_bsz),
         n_resp: r.u32("N_RESP"),
+        gradient_checkpointing: r.bool("ENABLE_GRADIENT_CHECKPOINTING"),
         ppo_epochs: r.u32("PPO_EPOCHS"),
         max_token_len_per_gpu: r.derive(
             "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU",
@@ -418,6 +419,7 @@ fn algorithm(r: &mut Resolver<'_>) -> AlgorithmSettings {
             LossAggMode::SeqMeanTokenMean,
         ),
         entropy_coeff: r.f64("ENTROPY_COEFF"),
+        rollout_correction_bypass: r.bool("ROLLOUT_CORRECTION_BYPASS"),
         use_kl_loss: r.bool("USE_KL_LOSS"),
         kl_loss_coef: r.f64("KL_LOSS_COEF"),
         kl_loss_type: r.choice("KL_LOSS_TYPE", KlLossType::from_name, KlLossType::LowVarKl),
