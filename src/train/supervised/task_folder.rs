@@ -18,7 +18,8 @@ pub const TASKS_PER_FAMILY: usize = 6;
 
 const SEED: u64 = 7;
 
-/// The demo's tasks: folder name and draft, [`TASKS_PER_FAMILY`] of every family, no two alike.
+/// The demo's tasks: folder name and draft, [`TASKS_PER_FAMILY`] of every family. No two share an
+/// instruction or the command that does it, so no solution solves two tasks.
 pub fn demo_tasks() -> Vec<(String, Draft)> {
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let mut seen = BTreeSet::new();
@@ -27,7 +28,8 @@ pub fn demo_tasks() -> Vec<(String, Draft)> {
         for number in 1..=TASKS_PER_FAMILY {
             let draft = loop {
                 let draft = Draft::draw(family, &mut rng);
-                if seen.insert(draft.instruction.clone()) {
+                if !seen.contains(&draft.act.command) && seen.insert(draft.instruction.clone()) {
+                    seen.insert(draft.act.command.clone());
                     break draft;
                 }
             };
