@@ -42,6 +42,11 @@ pub fn demo_tasks() -> Vec<(String, Draft)> {
 /// Writes one task folder below `root` and returns its path.
 pub fn write_task(root: &Path, name: &str, draft: &Draft) -> io::Result<PathBuf> {
     let folder = root.join(name);
+    // A file of an earlier draw would be in the sandbox and nobody would know of it.
+    match fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     for (path, content) in task_files(name, draft) {
         let file = folder.join(path);
         if let Some(parent) = file.parent() {
