@@ -120,6 +120,7 @@ impl Limiter {
         let mut limits = Limits {
             setup: Setup {
                 rlimit_fsize_bytes: spec.storage_mb.map(|mb| mb << 20),
+                pids_limit: spec.pids_limit,
                 wall_limit_ms: spec.wall_limit.as_millis() as u64,
                 ..Setup::default()
             },
@@ -132,7 +133,9 @@ impl Limiter {
             {
                 let name = format!("legorl-{}-{}", self.tag, spec.name);
                 let group = Group::create(parents, &name)?;
-                folder.write("cgroups", &group.list())?;
+                for dir in group.dirs() {
+                    folder.record("cgroup", &dir.to_string_lossy())?;
+                }
                 group.set(spec)?;
                 limits.group = Some(group);
             }
@@ -237,10 +240,6 @@ impl Group {
         let mut dirs = vec![self.memory.as_path(), &self.pids, &self.cpu];
         dirs.dedup();
         dirs
-    }
-
-    fn list(&self) -> String {
-        self.dirs().iter().map(|d| format!("{}\n", d.display())).collect()
     }
 
     fn set(&self, spec: &SandboxSpec) -> Result<(), SandboxError> {
