@@ -39,9 +39,13 @@ pub fn demo_tasks() -> Vec<(String, Draft)> {
     tasks
 }
 
-/// Writes one task folder below `root` and returns its path.
+/// Writes one task folder below `root`, in place of an earlier one, and returns its path.
 pub fn write_task(root: &Path, name: &str, draft: &Draft) -> io::Result<PathBuf> {
     let folder = root.join(name);
+    match fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     for (path, content) in task_files(name, draft) {
         let file = folder.join(path);
         if let Some(parent) = file.parent() {

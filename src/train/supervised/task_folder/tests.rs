@@ -5,6 +5,21 @@ fn committed() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/tasks")
 }
 
+/// Paths of all files below a folder.
+fn files_below(folder: &Path, prefix: &str) -> BTreeSet<String> {
+    let mut paths = BTreeSet::new();
+    for entry in fs::read_dir(folder).expect("folder") {
+        let entry = entry.expect("entry");
+        let path = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.path().is_dir() {
+            paths.extend(files_below(&entry.path(), &format!("{path}/")));
+        } else {
+            paths.insert(path);
+        }
+    }
+    paths
+}
+
 #[test]
 fn committed_folders_are_the_drawn_tasks() {
     let tasks = demo_tasks();
@@ -17,7 +32,10 @@ fn committed_folders_are_the_drawn_tasks() {
     drawn.sort();
     assert_eq!(names, drawn);
     for (name, draft) in &tasks {
-        for (path, content) in task_files(name, draft) {
+        let files = task_files(name, draft);
+        let paths: BTreeSet<String> = files.iter().map(|(path, _)| path.clone()).collect();
+        assert_eq!(files_below(&committed().join(name), ""), paths, "{name}");
+        for (path, content) in files {
             let file = committed().join(name).join(&path);
             let found = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
             assert_eq!(found, content, "{}", file.display());
