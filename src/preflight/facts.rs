@@ -12,7 +12,7 @@ use crate::{
         hf::{Checkpoint, ModelConfig},
         tool_calls::format_by_name,
     },
-    rollout::task::TaskIndex,
+    rollout::{sandbox::process::helper, task::TaskIndex},
 };
 use serde_json::{json, Value};
 use std::{
@@ -108,7 +108,8 @@ impl Facts {
                 .into_iter()
                 .map(|(variable, path)| folder(variable, path))
                 .collect(),
-            sandbox: (settings.run.backend == Backend::Process).then(process_sandbox),
+            sandbox: (settings.run.backend == Backend::Process)
+                .then(|| process_sandbox(settings.sandbox.rootfs.as_deref())),
             proxy_port: (settings.proxy.port != 0).then(|| port(&settings.proxy.host, settings.proxy.port)),
             open_files: open_files(),
             world_size,
@@ -274,8 +275,12 @@ fn port(host: &str, port: u16) -> Result<(), String> {
         .map_err(|error| format!("{host}:{port}: {error}"))
 }
 
-/// Starts the smallest sandbox with the namespaces of the process backend.
-fn process_sandbox() -> Result<String, String> {
+/// Finds what a process sandbox needs, and starts the smallest one with the same namespaces.
+fn process_sandbox(rootfs: Option<&Path>) -> Result<String, String> {
+    if let Some(rootfs) = rootfs.filter(|path| !path.is_dir()) {
+        return Err(format!("SANDBOX_ROOTFS={} is not a folder", rootfs.display()));
+    }
+    helper::find().map_err(|error| error.to_string())?;
     let run = |arguments: &[&str]| -> Result<String, String> {
         let mut child = Command::new("bwrap")
             .args(arguments)

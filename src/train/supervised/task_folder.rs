@@ -39,9 +39,10 @@ pub fn demo_tasks() -> Vec<(String, Draft)> {
     tasks
 }
 
-/// Writes one task folder below `root`, in place of an earlier one, and returns its path.
+/// Writes one task folder below `root` and returns its path.
 pub fn write_task(root: &Path, name: &str, draft: &Draft) -> io::Result<PathBuf> {
     let folder = root.join(name);
+    // A file of an earlier draw would be in the sandbox and nobody would know of it.
     match fs::remove_dir_all(&folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
