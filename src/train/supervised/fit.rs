@@ -14,7 +14,7 @@ use crate::model::{
     net::{PackedLayout, Policy},
     tokenizer::Tokenizer,
 };
-use rand::{seq::IndexedRandom, SeedableRng};
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -87,7 +87,7 @@ impl Fit<'_> {
         let conversation = Conversation::new(self.template)?;
         let mut streams = Vec::with_capacity(TRANSCRIPTS_PER_STEP);
         while streams.len() < TRANSCRIPTS_PER_STEP {
-            let family = *Family::ALL.choose(rng).unwrap_or(&Family::Write);
+            let family = Family::ALL[rng.random_range(0..Family::ALL.len())];
             let draft = Draft::draw(family, rng);
             if !self.unseen.admits(&draft) {
                 continue;

@@ -63,14 +63,15 @@ pub(super) fn right_path_probability(
             start += stream.ids.len();
         }
         let layout = PackedLayout::new(&lengths, Device::Cpu);
-        let logprobs: Vec<f32> = no_grad(|| {
+        let mut logprobs = vec![0f32; targets.len()];
+        no_grad(|| {
             let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
             let chosen = hidden.index_select(0, &Tensor::from_slice(&places));
             let all = chosen
                 .matmul(&policy.head_weight().tr())
                 .log_softmax(-1, Kind::Float);
             let picked = all.gather(1, &Tensor::from_slice(&targets).unsqueeze(1), false);
-            Vec::try_from(picked.squeeze_dim(1)).unwrap_or_default()
+            picked.contiguous().copy_data(&mut logprobs, targets.len());
         });
         let mut next = logprobs.iter();
         for stream in &streams {
