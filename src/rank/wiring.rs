@@ -107,8 +107,8 @@ pub fn run_head(
     attempt: &Path,
     comm: &Arc<dyn Communicator>,
     roles: &RoleMap,
+    stop: StopFlag,
 ) -> anyhow::Result<ExitCode> {
-    let stop = StopFlag::install().context("cannot install signal handlers")?;
     let _lock = RunLock::acquire(&settings.paths.run)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
     let tasks = TaskIndexes {

@@ -25,9 +25,9 @@ fn stored(experiment: &Experiment) -> Vec<String> {
         .collect()
 }
 
-/// Starts the run again and again, killing one process of it each time, until it is done.
-fn run_with_kills(experiment: &Experiment, kills: usize, seed: u64) -> usize {
-    let mut random = StdRng::seed_from_u64(seed);
+/// Starts the run again and again, killing one process of it each time, until it is done or was killed
+/// `kills` times; then it runs to its end. Returns how often it was killed.
+fn run_with_kills(experiment: &Experiment, kills: usize, random: &mut StdRng) -> usize {
     let limit = Instant::now() + Duration::from_secs(1500);
     let mut killed = 0;
     loop {
@@ -35,7 +35,7 @@ fn run_with_kills(experiment: &Experiment, kills: usize, seed: u64) -> usize {
         let mut child = experiment.start();
         let mut tree = Vec::new();
         let fatal = killed < kills;
-        let moment = Instant::now() + Duration::from_millis(random.random_range(300..9000));
+        let moment = Instant::now() + Duration::from_millis(random.random_range(300..7000));
         let status = loop {
             if let Some(status) = child.try_wait().unwrap() {
                 break status;
@@ -51,8 +51,7 @@ fn run_with_kills(experiment: &Experiment, kills: usize, seed: u64) -> usize {
                     std::thread::sleep(Duration::from_millis(500));
                     let _ = child.kill();
                 }
-                let status = child.wait().unwrap();
-                break status;
+                break child.wait().unwrap();
             }
             std::thread::sleep(Duration::from_millis(10));
         };
@@ -118,23 +117,27 @@ fn small(name: &str, config: &str) -> Experiment {
     experiment
 }
 
+/// Runs of the demo, killed `kills` times in all.
+fn kill_runs(name: &str, config: &str, ranks: u32, kills: usize) {
+    let _turn = Turn::take();
+    let mut random = StdRng::seed_from_u64(kills as u64);
+    let (mut killed, mut runs) = (0, 0);
+    while killed < kills {
+        let mut experiment = small(&format!("{name}-{runs}"), config);
+        experiment.ranks(ranks).set("SEED", 1 + runs);
+        killed += run_with_kills(&experiment, kills - killed, &mut random);
+        runs += 1;
+        check_exactly_once(&experiment);
+    }
+    eprintln!("{name}: {killed} kills over {runs} runs, every trial counted once");
+}
+
 #[test]
 fn a_killed_run_goes_on_and_counts_every_trial_once() {
-    let _turn = Turn::take();
-    let experiment = small("kills-sync", "configs/demo.env");
-    let kills = if long() { 20 } else { 5 };
-    let killed = run_with_kills(&experiment, kills, 1);
-    eprintln!("sync: {killed} kills");
-    check_exactly_once(&experiment);
+    kill_runs("kills-sync", "configs/demo.env", 1, if long() { 20 } else { 5 });
 }
 
 #[test]
 fn a_killed_run_of_two_ranks_goes_on_and_counts_every_trial_once() {
-    let _turn = Turn::take();
-    let mut experiment = small("kills-async", "configs/demo_async.env");
-    experiment.ranks(2);
-    let kills = if long() { 20 } else { 2 };
-    let killed = run_with_kills(&experiment, kills, 2);
-    eprintln!("async: {killed} kills");
-    check_exactly_once(&experiment);
+    kill_runs("kills-async", "configs/demo_async.env", 2, if long() { 20 } else { 2 });
 }
