@@ -36,8 +36,8 @@ test-cluster: setup-test ## only the tests on a real Slurm
 
 lint: setup      ## rustfmt and clippy, warnings are errors
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --no-default-features --lib --bin legorl-rank -- -D warnings
+	$(CARGO) clippy --workspace --lib --bins -- -D warnings
+	$(CARGO) clippy -p legorl -p legorl-agent --all-targets -- -D warnings
 
 bench: setup     ## micro benchmarks, side by side with what one would run instead
 	$(CARGO) bench

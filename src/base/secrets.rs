@@ -14,10 +14,19 @@ mod tests {
 
     #[test]
     fn secrets_are_recognised_and_token_counts_are_not() {
-        for name in ["WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "aws_secret_access_key"] {
+        for name in [
+            "WANDB_API_KEY",
+            "HF_TOKEN",
+            "DB_PASSWORD",
+            "aws_secret_access_key",
+        ] {
             assert!(is_secret(name), "{name}");
         }
-        for name in ["ENGINE_KV_CACHE_TOKENS", "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU", "ENGINE_MAX_TOKENS_PER_TURN"] {
+        for name in [
+            "ENGINE_KV_CACHE_TOKENS",
+            "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU",
+            "ENGINE_MAX_TOKENS_PER_TURN",
+        ] {
             assert!(!is_secret(name), "{name}");
         }
     }

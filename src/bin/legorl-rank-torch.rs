@@ -6,6 +6,9 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     cli::main(&cli::Parts {
-        tensors: cli::Tensors::Here { train: rank::run_train, init_policy: cli::init_policy::make },
+        tensors: cli::Tensors::Here {
+            train: rank::run_train,
+            init_policy: cli::init_policy::make,
+        },
     })
 }

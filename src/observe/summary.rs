@@ -114,7 +114,9 @@ fn stages(out: &mut String, rows: &BTreeMap<u64, Row>) {
     for row in rows.values() {
         for (key, value) in row {
             // `update_actor/forward` is a part of `update_actor`, and `trainer_step` the sum of stages.
-            let stage = key.strip_prefix("timing_s/").filter(|s| !s.contains('/') && *s != "trainer_step");
+            let stage = key
+                .strip_prefix("timing_s/")
+                .filter(|s| !s.contains('/') && *s != "trainer_step");
             if let Some(stage) = stage {
                 *sums.entry(stage).or_default() += value;
             }

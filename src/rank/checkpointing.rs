@@ -8,7 +8,8 @@ use crate::{
     train::{
         buffer::{Buffer, BufferManifest},
         checkpoint::{
-            CheckpointContent, CheckpointStore, CheckpointWriter, CommittedCheckpoint, ModelFiles, RunState, WriteReport,
+            CheckpointContent, CheckpointStore, CheckpointWriter, CommittedCheckpoint, ModelFiles, RunState,
+            WriteReport,
         },
         trainer::Trainer,
     },
@@ -41,8 +42,11 @@ impl Checkpointing {
     /// Opens the run's checkpoint folder and starts the writer.
     pub fn open(settings: &Settings, model: &ModelConfig) -> anyhow::Result<Self> {
         let store = CheckpointStore::open(&settings.paths.checkpoints)?;
-        let writer = CheckpointWriter::start(CheckpointStore::open(&settings.paths.checkpoints)?, settings.paths.max_ckpt_to_keep)
-            .context("cannot start the checkpoint writer")?;
+        let writer = CheckpointWriter::start(
+            CheckpointStore::open(&settings.paths.checkpoints)?,
+            settings.paths.max_ckpt_to_keep,
+        )
+        .context("cannot start the checkpoint writer")?;
         Ok(Self {
             store,
             writer,
@@ -54,12 +58,20 @@ impl Checkpointing {
     /// The newest published checkpoint, if there is one. Damaged and unfinished ones are named as warnings.
     pub fn latest(&self) -> anyhow::Result<Option<ResumePoint>> {
         let latest = self.store.latest_committed()?;
-        let Some(checkpoint) = latest.checkpoint else { return Ok(None) };
+        let Some(checkpoint) = latest.checkpoint else {
+            return Ok(None);
+        };
         let content = self.store.load(&checkpoint)?;
-        content.state.check_fingerprint(&self.fingerprint, &checkpoint.path)?;
+        content
+            .state
+            .check_fingerprint(&self.fingerprint, &checkpoint.path)?;
         let manifest = serde_json::from_value(content.state.buffer.clone())
             .with_context(|| format!("{}: the buffer's part of state.json", checkpoint.path.display()))?;
-        Ok(Some(ResumePoint { checkpoint, content, manifest }))
+        Ok(Some(ResumePoint {
+            checkpoint,
+            content,
+            manifest,
+        }))
     }
 
     /// Queues a checkpoint of the steps that trainer and buffer have seen, and returns.
@@ -67,7 +79,11 @@ impl Checkpointing {
         let snapshot = trainer.save_state();
         let manifest = buffer.manifest();
         if manifest.step != snapshot.version.0 {
-            bail!("the trainer has made {} steps and the buffer counts {}", snapshot.version, manifest.step);
+            bail!(
+                "the trainer has made {} steps and the buffer counts {}",
+                snapshot.version,
+                manifest.step
+            );
         }
         let content = CheckpointContent {
             export: snapshot.actor.clone(),
@@ -100,10 +116,18 @@ impl Checkpointing {
     }
 
     fn release(&self, reports: &[WriteReport], buffer: &Buffer) -> anyhow::Result<()> {
-        let Some(oldest) = reports.iter().rev().find_map(|r| r.result.is_ok().then(|| r.kept.first()).flatten()) else {
+        let Some(oldest) = reports
+            .iter()
+            .rev()
+            .find_map(|r| r.result.is_ok().then(|| r.kept.first()).flatten())
+        else {
             return Ok(());
         };
-        let folder = CommittedCheckpoint { step: *oldest, path: self.store.folder(*oldest), size_bytes: 0 };
+        let folder = CommittedCheckpoint {
+            step: *oldest,
+            path: self.store.folder(*oldest),
+            size_bytes: 0,
+        };
         let state = self.store.load_state(&folder)?;
         let manifest: BufferManifest = serde_json::from_value(state.buffer)
             .with_context(|| format!("{}: the buffer's part of state.json", folder.path.display()))?;

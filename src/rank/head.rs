@@ -90,7 +90,18 @@ impl<'a> Head<'a> {
         total_steps: u32,
     ) -> Self {
         let last_saved = trainer.version().0;
-        Self { settings, parts, trainer, buffer, checkpoints, report, control, stop, total_steps, last_saved }
+        Self {
+            settings,
+            parts,
+            trainer,
+            buffer,
+            checkpoints,
+            report,
+            control,
+            stop,
+            total_steps,
+            last_saved,
+        }
     }
 
     /// The control plane's threads.
@@ -118,12 +129,19 @@ impl<'a> Head<'a> {
         saved?;
         let step = self.trainer.version().0;
         self.report.finished(step, self.total_steps);
-        Ok(if finished { ExitCode::SUCCESS } else { ExitCode::from(EXIT_REQUEUE) })
+        Ok(if finished {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(EXIT_REQUEUE)
+        })
     }
 
     fn start_rollouts(&self) -> JoinHandle<WorkersEnd> {
         let table = Arc::new(LeaseTable::new(self.buffer.clone(), LeaseConfig::default()));
-        let config = WorkersConfig::new(self.settings.rollout.n_concurrent as usize, self.parts.owner.clone());
+        let config = WorkersConfig::new(
+            self.settings.rollout.n_concurrent as usize,
+            self.parts.owner.clone(),
+        );
         self.control.spawn(run_workers(
             config,
             table,
@@ -146,7 +164,10 @@ impl<'a> Head<'a> {
                 return Ok(false);
             };
             self.report.batch(&batch);
-            let metrics = self.trainer.step(&batch).with_context(|| format!("step {step}"))?;
+            let metrics = self
+                .trainer
+                .step(&batch)
+                .with_context(|| format!("step {step}"))?;
             timed(&mut timing, "update_weights", || self.publish_weights())?;
             self.buffer.step_done(PolicyVersion(step))?;
 
@@ -163,7 +184,13 @@ impl<'a> Head<'a> {
                 self.report.checkpoint(&report);
             }
             timing.insert("step".into(), begin.elapsed().as_secs_f64());
-            self.report.step(metrics, &timing, self.buffer.status(), &self.parts.engine_status(), score.as_ref());
+            self.report.step(
+                metrics,
+                &timing,
+                self.buffer.status(),
+                &self.parts.engine_status(),
+                score.as_ref(),
+            );
             if self.stop.is_set() && !last {
                 return Ok(false);
             }
@@ -197,7 +224,9 @@ impl<'a> Head<'a> {
         let update = Arc::new(self.trainer.weight_update(self.trainer.version()));
         let pushed = push(update, &self.parts.weight_targets, PUSH_DEADLINE);
         // `push` has the same deadline for every replica; this one only guards against a hang of its own.
-        let report = self.control.wait("the push of weights", PUSH_DEADLINE + WIND_DOWN, pushed)??;
+        let report = self
+            .control
+            .wait("the push of weights", PUSH_DEADLINE + WIND_DOWN, pushed)??;
         self.report.weights(&report);
         Ok(())
     }
@@ -219,14 +248,17 @@ impl<'a> Head<'a> {
             failed = report.result.err();
         }
         match failed {
-            Some(error) => Err(error).context("the last checkpoint is not written; the run would go on from the one before"),
+            Some(error) => Err(error)
+                .context("the last checkpoint is not written; the run would go on from the one before"),
             None => Ok(()),
         }
     }
 
     /// Runs the held-out tasks at the current version. Nothing without `VAL_FILES`, or after a stop.
     fn validate(&self, step: u32) -> anyhow::Result<Option<super::validation::ValidationScore>> {
-        let Some(index) = &self.parts.tasks.val else { return Ok(None) };
+        let Some(index) = &self.parts.tasks.val else {
+            return Ok(None);
+        };
         let round = Arc::new(
             Validation::open(
                 &self.settings.paths.run.join("validation"),
@@ -240,7 +272,10 @@ impl<'a> Head<'a> {
         );
         self.report.validation_started(step, round.remaining());
         let table = Arc::new(LeaseTable::new(round.clone(), LeaseConfig::default()));
-        let config = WorkersConfig::new(self.settings.rollout.n_concurrent as usize, self.parts.owner.clone());
+        let config = WorkersConfig::new(
+            self.settings.rollout.n_concurrent as usize,
+            self.parts.owner.clone(),
+        );
         let workers = run_workers(
             config,
             table,
@@ -250,9 +285,12 @@ impl<'a> Head<'a> {
             self.control.stopping(),
             self.report.on_worker_event(),
         );
-        let waves = (index.len() as u32 * self.settings.validation.n).div_ceil(self.settings.rollout.n_concurrent.max(1));
+        let waves = (index.len() as u32 * self.settings.validation.n)
+            .div_ceil(self.settings.rollout.n_concurrent.max(1));
         let limit = stages::trial_deadline(self.settings) * waves.max(1);
-        let end = self.control.wait(&format!("validation of step {step}"), limit, workers)?;
+        let end = self
+            .control
+            .wait(&format!("validation of step {step}"), limit, workers)?;
         if end == WorkersEnd::Stopped {
             return Ok(None);
         }
@@ -263,7 +301,7 @@ impl<'a> Head<'a> {
 }
 
 fn due(step: u32, freq: Option<u32>) -> bool {
-    freq.is_some_and(|f| f > 0 && step % f == 0)
+    freq.is_some_and(|f| f > 0 && step.is_multiple_of(f))
 }
 
 fn timed<T>(timing: &mut Timing, name: &str, work: impl FnOnce() -> T) -> T {

@@ -92,8 +92,12 @@ mod launch {
         let mut bytes = Vec::new();
         if comm.rank() == 0 {
             let logs = &own.paths.logs;
-            let attempt = Attempt::start(logs, &own.run.exp_name).with_context(|| format!("LOG_DIR {}", logs.display()))?;
-            bytes = serde_json::to_vec(&Run { settings: own.clone(), attempt: attempt.folder })?;
+            let attempt = Attempt::start(logs, &own.run.exp_name)
+                .with_context(|| format!("LOG_DIR {}", logs.display()))?;
+            bytes = serde_json::to_vec(&Run {
+                settings: own.clone(),
+                attempt: attempt.folder,
+            })?;
         }
         comm.broadcast("the settings of rank 0", 0, &mut bytes, START_DEADLINE)?;
         serde_json::from_slice(&bytes)

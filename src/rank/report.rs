@@ -79,12 +79,19 @@ impl Report {
             metrics: Mutex::new(files),
             progress: Progress::new(total_steps.into(), step.into()),
             begin: Instant::now(),
-            engine_before: Mutex::new(EngineTotals { generated: 0, prefill: 0, at: Instant::now() }),
+            engine_before: Mutex::new(EngineTotals {
+                generated: 0,
+                prefill: 0,
+                at: Instant::now(),
+            }),
             places,
             status_path: settings.paths.run.join("status.json"),
             status: Mutex::default(),
             trials_per_step: u64::from(settings.batch.train_bsz) * u64::from(settings.batch.n_resp),
-            val_key: format!("{}/reward/mean@{}", settings.run.project_name, settings.validation.n),
+            val_key: format!(
+                "{}/reward/mean@{}",
+                settings.run.project_name, settings.validation.n
+            ),
         })
     }
 
@@ -92,7 +99,10 @@ impl Report {
     pub fn started(&self, roles: &RoleMap, step: u32, total_steps: u32) {
         let ranks = roles.describe();
         tracing::info!(step, total_steps, ?ranks, "run");
-        self.journal.record("run_started", json!({ "step": step, "total_steps": total_steps, "ranks": ranks }));
+        self.journal.record(
+            "run_started",
+            json!({ "step": step, "total_steps": total_steps, "ranks": ranks }),
+        );
         self.set_status(&[
             ("pid", json!(std::process::id())),
             ("host", json!(super::run_lock::host_name())),
@@ -105,8 +115,15 @@ impl Report {
 
     /// It goes on from a checkpoint.
     pub fn resumed(&self, checkpoint: &CommittedCheckpoint) {
-        self.progress.note(&format!("resuming after step {} from {}", checkpoint.step, checkpoint.path.display()));
-        self.journal.record("resumed", json!({ "step": checkpoint.step, "checkpoint": checkpoint.path }));
+        self.progress.note(&format!(
+            "resuming after step {} from {}",
+            checkpoint.step,
+            checkpoint.path.display()
+        ));
+        self.journal.record(
+            "resumed",
+            json!({ "step": checkpoint.step, "checkpoint": checkpoint.path }),
+        );
     }
 
     /// The proxy listens.
@@ -118,20 +135,35 @@ impl Report {
     /// What enforces the limits of sandboxes, and how many old ones were deleted.
     pub fn sandboxes(&self, backend: &BackendReport, reaped: usize) {
         tracing::info!(%backend, reaped, "sandboxes");
-        self.journal.record("sandboxes", json!({ "backend": backend.to_string(), "reaped": reaped }));
+        self.journal.record(
+            "sandboxes",
+            json!({ "backend": backend.to_string(), "reaped": reaped }),
+        );
     }
 
     /// A batch is complete.
     pub fn batch(&self, batch: &TrainBatch) {
-        let lags: Vec<u32> = batch.groups.iter().map(|g| (batch.step - 1).saturating_sub(g.start_version.0)).collect();
+        let lags: Vec<u32> = batch
+            .groups
+            .iter()
+            .map(|g| (batch.step - 1).saturating_sub(g.start_version.0))
+            .collect();
         let groups: Vec<u64> = batch.groups.iter().map(|g| g.id.0).collect();
-        self.journal.record("batch", json!({ "step": batch.step, "groups": groups, "lags": lags }));
+        self.journal.record(
+            "batch",
+            json!({ "step": batch.step, "groups": groups, "lags": lags }),
+        );
         self.progress.stage("train", 0);
     }
 
     /// Every engine has new weights.
     pub fn weights(&self, push: &PushReport) {
-        tracing::debug!(version = push.version.0, bytes = push.size_bytes, secs = push.elapsed.as_secs_f64(), "weights");
+        tracing::debug!(
+            version = push.version.0,
+            bytes = push.size_bytes,
+            secs = push.elapsed.as_secs_f64(),
+            "weights"
+        );
     }
 
     /// A checkpoint was published, or could not be.
@@ -146,7 +178,10 @@ impl Report {
             }
             Err(error) => {
                 tracing::warn!(step = report.step, %error, "no checkpoint of this step; the run goes on and the next save tries again");
-                self.journal.record("checkpoint_failed", json!({ "step": report.step, "error": error.to_string() }));
+                self.journal.record(
+                    "checkpoint_failed",
+                    json!({ "step": report.step, "error": error.to_string() }),
+                );
             }
         }
     }
@@ -172,7 +207,10 @@ impl Report {
         row.insert("staleness/min".into(), buffer.last_lag.min.into());
         row.insert("staleness/mean".into(), buffer.last_lag.mean);
         row.insert("staleness/max".into(), buffer.last_lag.max.into());
-        row.insert("buffer/outstanding_groups".into(), buffer.outstanding_groups as f64);
+        row.insert(
+            "buffer/outstanding_groups".into(),
+            buffer.outstanding_groups as f64,
+        );
         row.insert("buffer/ready_groups".into(), buffer.ready_groups as f64);
         row.insert("buffer/cut_trials".into(), buffer.cut_trials as f64);
         row.insert("buffer/dropped_trials".into(), buffer.dropped_trials as f64);
@@ -191,11 +229,21 @@ impl Report {
     fn add_engines(&self, row: &mut Row, engines: &[EngineStatus]) {
         let generated: u64 = engines.iter().map(|e| e.generated_tokens).sum();
         let prefill: u64 = engines.iter().map(|e| e.prefill_tokens).sum();
-        let now = EngineTotals { generated, prefill, at: Instant::now() };
+        let now = EngineTotals {
+            generated,
+            prefill,
+            at: Instant::now(),
+        };
         let before = std::mem::replace(&mut *lock(&self.engine_before), now);
         let secs = (now.at - before.at).as_secs_f64().max(1e-9);
-        row.insert("engine/generated_tokens_per_s".into(), generated.saturating_sub(before.generated) as f64 / secs);
-        row.insert("engine/prefill_tokens_per_s".into(), prefill.saturating_sub(before.prefill) as f64 / secs);
+        row.insert(
+            "engine/generated_tokens_per_s".into(),
+            generated.saturating_sub(before.generated) as f64 / secs,
+        );
+        row.insert(
+            "engine/prefill_tokens_per_s".into(),
+            prefill.saturating_sub(before.prefill) as f64 / secs,
+        );
         let total: u64 = engines.iter().map(|e| e.kv_tokens_total).sum();
         let used: u64 = engines.iter().map(|e| e.kv_tokens_used).sum();
         row.insert("engine/kv_cache_usage".into(), used as f64 / total.max(1) as f64);
@@ -209,7 +257,8 @@ impl Report {
 
     /// Held-out tasks begin.
     pub fn validation_started(&self, step: u32, trials: usize) {
-        self.journal.record("validation_started", json!({ "step": step, "trials": trials }));
+        self.journal
+            .record("validation_started", json!({ "step": step, "trials": trials }));
         self.progress.stage("validation", trials as u64);
     }
 
@@ -300,13 +349,19 @@ impl Report {
     pub fn finished(&self, step: u32, total_steps: u32) {
         self.progress.finish();
         let done = step == total_steps;
-        self.journal.record("run_finished", json!({ "step": step, "total_steps": total_steps }));
+        self.journal.record(
+            "run_finished",
+            json!({ "step": step, "total_steps": total_steps }),
+        );
         self.set_status(&[("state", json!(if done { "finished" } else { "stopped" }))]);
         let path = lock(&self.metrics).jsonl_path().to_owned();
         match metrics::read(&path) {
             Ok(rows) => {
-                let table =
-                    summary::render(&summary::Summary { rows: &rows, wall: self.wall(), places: &self.places });
+                let table = summary::render(&summary::Summary {
+                    rows: &rows,
+                    wall: self.wall(),
+                    places: &self.places,
+                });
                 println!("{table}");
             }
             Err(error) => tracing::warn!(%error, "no summary"),

@@ -39,9 +39,17 @@ impl RoleMap {
 
     /// One line per rank, for the log.
     pub fn describe(&self) -> Vec<String> {
-        let head = if self.head_has_engine { "head, trainer, engine replica" } else { "head, trainer" };
+        let head = if self.head_has_engine {
+            "head, trainer, engine replica"
+        } else {
+            "head, trainer"
+        };
         std::iter::once(format!("rank 0: {head}"))
-            .chain(self.engine_ranks.iter().map(|r| format!("rank {r}: engine replica")))
+            .chain(
+                self.engine_ranks
+                    .iter()
+                    .map(|r| format!("rank {r}: engine replica")),
+            )
             .collect()
     }
 }
@@ -56,6 +64,9 @@ mod tests {
         assert_eq!(RoleMap::new(TrainingMode::Sync, 3).replicas(), 3);
         let two = RoleMap::new(TrainingMode::Async, 2);
         assert_eq!((two.replicas(), two.head_has_engine), (1, false));
-        assert_eq!(two.describe(), ["rank 0: head, trainer", "rank 1: engine replica"]);
+        assert_eq!(
+            two.describe(),
+            ["rank 0: head, trainer", "rank 1: engine replica"]
+        );
     }
 }

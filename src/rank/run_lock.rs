@@ -39,10 +39,18 @@ impl RunLock {
     /// Locks `dir/run.lock` and writes who holds it.
     pub fn acquire(dir: &Path) -> Result<Self, RunLockError> {
         let path = dir.join("run.lock");
-        let io = |source| RunLockError::Io { path: path.clone(), source };
+        let io = |source| RunLockError::Io {
+            path: path.clone(),
+            source,
+        };
         std::fs::create_dir_all(dir).map_err(io)?;
-        let mut file =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path).map_err(io)?;
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(io)?;
         // SAFETY: flock takes an open descriptor, which `file` owns for the whole call.
         if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } != 0 {
             let error = std::io::Error::last_os_error();
@@ -51,10 +59,14 @@ impl RunLock {
             }
             let mut holder = String::new();
             file.read_to_string(&mut holder).map_err(io)?;
-            return Err(RunLockError::InUse { path, holder: holder.trim().to_owned() });
+            return Err(RunLockError::InUse {
+                path,
+                holder: holder.trim().to_owned(),
+            });
         }
         file.set_len(0).and_then(|()| file.rewind()).map_err(io)?;
-        let job = std::env::var("SLURM_JOB_ID").map_or_else(|_| String::new(), |id| format!(", Slurm job {id}"));
+        let job =
+            std::env::var("SLURM_JOB_ID").map_or_else(|_| String::new(), |id| format!(", Slurm job {id}"));
         writeln!(file, "host {}, process {}{job}", host_name(), std::process::id()).map_err(io)?;
         Ok(Self { _file: file })
     }
@@ -62,7 +74,8 @@ impl RunLock {
 
 /// Name of this machine.
 pub fn host_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "unknown".into(), |t| t.trim().to_owned())
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown".into(), |t| t.trim().to_owned())
 }
 
 #[cfg(test)]
@@ -74,7 +87,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let first = RunLock::acquire(dir.path()).unwrap();
         let error = RunLock::acquire(dir.path()).unwrap_err().to_string();
-        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+        assert!(
+            error.contains(&format!("process {}", std::process::id())),
+            "{error}"
+        );
         drop(first);
         RunLock::acquire(dir.path()).unwrap();
     }

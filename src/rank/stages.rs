@@ -15,7 +15,8 @@ use crate::{
     },
     train::{
         algorithm::{
-            gspo::Gspo, ppo_clip::PpoClip, Aggregation, KlEstimator, KlLoss, LrKind, LrSchedule, Objective, PolicyLoss,
+            gspo::Gspo, ppo_clip::PpoClip, Aggregation, KlEstimator, KlLoss, LrKind, LrSchedule, Objective,
+            PolicyLoss,
         },
         buffer::BufferConfig,
         trainer::{AdamWConfig, BackwardMode, TrainerConfig},
@@ -36,17 +37,22 @@ pub fn objective(settings: &Settings) -> Objective {
     let a = &settings.algorithm;
     Objective {
         policy_loss: match a.policy_loss_mode {
-            PolicyLossMode::Vanilla => {
-                PolicyLoss::Ppo(PpoClip { low: a.clip_low, high: a.clip_high, dual: a.clip_ratio_c })
-            }
-            PolicyLossMode::Gspo => PolicyLoss::Gspo(Gspo { low: a.clip_low, high: a.clip_high }),
+            PolicyLossMode::Vanilla => PolicyLoss::Ppo(PpoClip {
+                low: a.clip_low,
+                high: a.clip_high,
+                dual: a.clip_ratio_c,
+            }),
+            PolicyLossMode::Gspo => PolicyLoss::Gspo(Gspo {
+                low: a.clip_low,
+                high: a.clip_high,
+            }),
         },
         aggregation: match a.loss_agg_mode {
             LossAggMode::TokenMean => Aggregation::TokenMean,
             LossAggMode::SeqMeanTokenMean => Aggregation::SeqMeanTokenMean,
             LossAggMode::SeqMeanTokenSum => Aggregation::SeqMeanTokenSum,
         },
-        kl: a.use_kl_loss.then(|| KlLoss {
+        kl: a.use_kl_loss.then_some(KlLoss {
             estimator: match a.kl_loss_type {
                 KlLossType::LowVarKl => KlEstimator::K3,
                 KlLossType::K1 => KlEstimator::K1,
@@ -121,7 +127,10 @@ pub fn trials(settings: &Settings, owner: &str) -> TrialRunnerConfig {
         trials_dir: settings.paths.trials.clone(),
         run: format!("{}/{}", settings.run.project_name, settings.run.exp_name),
         owner: owner.to_owned(),
-        train: PurposeConfig { sampling: settings.sampling.params(), agent_timeout_max: agent.max_timeout },
+        train: PurposeConfig {
+            sampling: settings.sampling.params(),
+            agent_timeout_max: agent.max_timeout,
+        },
         val: PurposeConfig {
             sampling: settings.validation.sampling.params(),
             agent_timeout_max: settings.validation.agent_max_timeout,
@@ -168,13 +177,20 @@ pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
         tcp: Some(address),
         tool_call_parser: model.tool_call_parser.name().to_owned(),
         max_body_bytes: p.max_request_body_bytes,
-        ..ProxyConfig::new(node_folder(settings)?.join("proxy.sock"), model.served_model_name.clone(), model.path.clone())
+        ..ProxyConfig::new(
+            node_folder(settings)?.join("proxy.sock"),
+            model.served_model_name.clone(),
+            model.path.clone(),
+        )
     })
 }
 
 /// Eight hexadecimal digits that stand for the run folder.
 fn run_tag(settings: &Settings) -> String {
-    format!("{:08x}", crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes()))
+    format!(
+        "{:08x}",
+        crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes())
+    )
 }
 
 /// Owner of leases and sandboxes: this run on this node, the same in every attempt.

@@ -80,8 +80,12 @@ impl Validation {
         if let Ok(text) = std::fs::read_to_string(&path) {
             for line in text.split_inclusive('\n') {
                 // A line without its newline, or one that does not parse, is the torn end of a kill.
-                let Ok(row) = serde_json::from_str::<ValidationRow>(line) else { break };
-                let Ok(key) = row.trial.parse::<TrialKey>() else { break };
+                let Ok(row) = serde_json::from_str::<ValidationRow>(line) else {
+                    break;
+                };
+                let Ok(key) = row.trial.parse::<TrialKey>() else {
+                    break;
+                };
                 if !line.ends_with('\n') {
                     break;
                 }
@@ -94,16 +98,30 @@ impl Validation {
         let mut waiting = VecDeque::new();
         for row in 0..n_rows as u32 {
             for sample in 0..val_n {
-                let key = TrialKey { purpose: Purpose::Val { step }, group: GroupId(row.into()), sample };
+                let key = TrialKey {
+                    purpose: Purpose::Val { step },
+                    group: GroupId(row.into()),
+                    sample,
+                };
                 if !rows.contains_key(&key) {
                     let seed = trial_seed(seed, &key, 0);
-                    waiting.push_back(TrialAssignment { key, attempt: 0, row, seed });
+                    waiting.push_back(TrialAssignment {
+                        key,
+                        attempt: 0,
+                        row,
+                        seed,
+                    });
                 }
             }
         }
         let open = waiting.iter().map(|a| a.key).collect();
         Ok(Self {
-            state: Mutex::new(State { waiting, open, rows, file }),
+            state: Mutex::new(State {
+                waiting,
+                open,
+                rows,
+                file,
+            }),
             changed: Notify::new(),
             path,
             max_attempts,
@@ -126,8 +144,10 @@ impl Validation {
                 None => dropped += 1,
             }
         }
-        let by_task: BTreeMap<_, _> =
-            tasks.iter().map(|(task, r)| (task.clone(), r.iter().sum::<f64>() / r.len() as f64)).collect();
+        let by_task: BTreeMap<_, _> = tasks
+            .iter()
+            .map(|(task, r)| (task.clone(), r.iter().sum::<f64>() / r.len() as f64))
+            .collect();
         ValidationScore {
             mean_reward: by_task.values().sum::<f64>() / by_task.len().max(1) as f64,
             tasks: by_task.len(),
@@ -138,7 +158,9 @@ impl Validation {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -169,7 +191,11 @@ impl TrialPlan for Validation {
         let attempt = failed.attempt + 1;
         (attempt < self.max_attempts && self.is_wanted(&failed.key)).then(|| {
             // The same seed would draw the same tokens; a retry after a fault should not.
-            TrialAssignment { attempt, seed: trial_seed(failed.seed, &failed.key, attempt), ..*failed }
+            TrialAssignment {
+                attempt,
+                seed: trial_seed(failed.seed, &failed.key, attempt),
+                ..*failed
+            }
         })
     }
 
@@ -193,9 +219,13 @@ impl TrialSink for Validation {
                 dropped: None,
                 turns: t.turns,
             },
-            TrialEnd::Dropped { task, reason, .. } => {
-                ValidationRow { trial: key.to_string(), task, reward: None, dropped: Some(reason), turns: 0 }
-            }
+            TrialEnd::Dropped { task, reason, .. } => ValidationRow {
+                trial: key.to_string(),
+                task,
+                reward: None,
+                dropped: Some(reason),
+                turns: 0,
+            },
         };
         let mut state = self.lock();
         if !state.open.contains(&key) {
@@ -234,7 +264,11 @@ mod tests {
             attempt: 0,
             task: format!("t{}", key.group),
             session: "s".into(),
-            outcome: TrialOutcome { reward, rewards: BTreeMap::new(), stop: StopReason::AgentCompleted },
+            outcome: TrialOutcome {
+                reward,
+                rewards: BTreeMap::new(),
+                stop: StopReason::AgentCompleted,
+            },
             sequences: vec![],
             turns: 1,
             malformed_tool_calls: 0,
@@ -246,9 +280,14 @@ mod tests {
     fn a_round_goes_on_after_a_kill_with_a_torn_line() {
         let dir = tempfile::tempdir().unwrap();
         let round = Validation::open(dir.path(), 3, 2, 2, 7, 2).unwrap();
-        let TrialPlanStep::Run(first) = round.next() else { panic!() };
+        let TrialPlanStep::Run(first) = round.next() else {
+            panic!()
+        };
         assert_eq!(round.submit(finished(first.key, 1.0)).unwrap(), Submitted::Stored);
-        assert_eq!(round.submit(finished(first.key, 0.0)).unwrap(), Submitted::Duplicate);
+        assert_eq!(
+            round.submit(finished(first.key, 0.0)).unwrap(),
+            Submitted::Duplicate
+        );
         drop(round);
         let path = dir.path().join("step_0003.jsonl");
         let mut text = std::fs::read_to_string(&path).unwrap();
@@ -275,14 +314,19 @@ mod tests {
         }
         assert_eq!(round.next(), TrialPlanStep::Finished);
         let score = round.score();
-        assert_eq!((score.mean_reward, score.trials, score.dropped, score.tasks), (1.0, 2, 2, 1));
+        assert_eq!(
+            (score.mean_reward, score.trials, score.dropped, score.tasks),
+            (1.0, 2, 2, 1)
+        );
     }
 
     #[test]
     fn attempts_end_and_each_draws_other_tokens() {
         let dir = tempfile::tempdir().unwrap();
         let round = Validation::open(dir.path(), 0, 1, 1, 7, 2).unwrap();
-        let TrialPlanStep::Run(first) = round.next() else { panic!() };
+        let TrialPlanStep::Run(first) = round.next() else {
+            panic!()
+        };
         let second = round.retry(&first).unwrap();
         assert_ne!(first.seed, second.seed);
         assert_eq!(round.retry(&second), None);

@@ -48,7 +48,7 @@ use crate::{
             native::{NativeEngine, NativeEngineConfig},
             remote::RemoteEngine,
         },
-        proxy::{Proxy, router::Router},
+        proxy::{router::Router, Proxy},
     },
     train::{buffer::Buffer, trainer::Trainer},
 };
@@ -113,7 +113,13 @@ pub fn run_head(
     let model = ModelConfig::from_dir(&settings.model.path)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),
-        val: settings.data.val_files.as_deref().map(TaskIndex::open).transpose()?.map(Arc::new),
+        val: settings
+            .data
+            .val_files
+            .as_deref()
+            .map(TaskIndex::open)
+            .transpose()?
+            .map(Arc::new),
     };
     let n_rows = u32::try_from(tasks.train.len()).context("the training index has more than 2^32 rows")?;
     let total_steps = u32::try_from(settings.total_steps(n_rows.into())).context("more than 2^32 steps")?;
@@ -132,8 +138,10 @@ pub fn run_head(
     if let Some(resume) = &resume {
         report.resumed(&resume.checkpoint);
     }
-    let buffer =
-        Buffer::open(stages::buffer(settings, n_rows, total_steps), resume.as_ref().map(|r| &r.manifest))?;
+    let buffer = Buffer::open(
+        stages::buffer(settings, n_rows, total_steps),
+        resume.as_ref().map(|r| &r.manifest),
+    )?;
     let trainer = make_trainer(settings, total_steps, resume)?;
     let control = Control::start(stop.clone())?;
 
@@ -158,19 +166,39 @@ pub fn run_head(
         owner,
         runner: Arc::new(runner),
         tasks,
-        weight_targets: engines.iter().map(|e| e.clone() as Arc<dyn WeightTarget>).collect(),
+        weight_targets: engines
+            .iter()
+            .map(|e| e.clone() as Arc<dyn WeightTarget>)
+            .collect(),
         engines,
     };
-    let mut head =
-        Head::new(settings, parts, trainer, buffer, checkpoints, report, control, stop, total_steps);
+    let mut head = Head::new(
+        settings,
+        parts,
+        trainer,
+        buffer,
+        checkpoints,
+        report,
+        control,
+        stop,
+        total_steps,
+    );
     let outcome = head.run(roles);
-    let drained = head.control().wait("the end of the proxy", PROXY_DRAIN * 2, proxy.shutdown(PROXY_DRAIN));
+    let drained = head.control().wait(
+        "the end of the proxy",
+        PROXY_DRAIN * 2,
+        proxy.shutdown(PROXY_DRAIN),
+    );
     let code = outcome?;
     drained??;
     Ok(code)
 }
 
-fn make_trainer(settings: &Settings, total_steps: u32, resume: Option<ResumePoint>) -> anyhow::Result<Trainer> {
+fn make_trainer(
+    settings: &Settings,
+    total_steps: u32,
+    resume: Option<ResumePoint>,
+) -> anyhow::Result<Trainer> {
     let threads = compute_threads(settings) as i32;
     let config = stages::trainer(settings, total_steps, threads);
     let policy = Policy::load(&settings.model.path, Device::Cpu)?;
@@ -179,10 +207,18 @@ fn make_trainer(settings: &Settings, total_steps: u32, resume: Option<ResumePoin
         None => None,
     };
     let mut trainer = Trainer::new(config, policy, reference)?;
-    if let Some(ResumePoint { content, checkpoint, .. }) = resume {
+    if let Some(ResumePoint {
+        content, checkpoint, ..
+    }) = resume
+    {
         let state = content.state;
         trainer
-            .load_state(&content.actor, &content.optimizer, state.trainer, state.weight_version)
+            .load_state(
+                &content.actor,
+                &content.optimizer,
+                state.trainer,
+                state.weight_version,
+            )
             .with_context(|| format!("checkpoint {}", checkpoint.path.display()))?;
     }
     Ok(trainer)
@@ -196,7 +232,10 @@ fn make_engines(
 ) -> anyhow::Result<Vec<Arc<dyn Engine>>> {
     let mut engines: Vec<Arc<dyn Engine>> = Vec::with_capacity(roles.replicas());
     if roles.head_has_engine {
-        engines.push(NativeEngine::from_policy(engine_config(settings), trainer.policy())?);
+        engines.push(NativeEngine::from_policy(
+            engine_config(settings),
+            trainer.policy(),
+        )?);
     }
     for rank in &roles.engine_ranks {
         let remote = RemoteEngine::connect(comm.clone(), *rank, stages::remote())

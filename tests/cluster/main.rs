@@ -25,16 +25,26 @@ impl Slurm {
             return None;
         }
         for program in ["slurmctld", "slurmd", "munged", "ip", "mpirun"] {
-            let found = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap();
+            let found = Command::new("sh")
+                .args(["-c", &format!("command -v {program}")])
+                .output()
+                .unwrap();
             if !found.status.success() {
-                skip("slurm", &format!("{program} is not installed; `make setup-test` installs it"));
+                skip(
+                    "slurm",
+                    &format!("{program} is not installed; `make setup-test` installs it"),
+                );
                 return None;
             }
         }
         let dir = std::env::temp_dir().join(format!("legorl-slurm-{name}"));
         let slurm = Self { dir };
         let output = slurm.script("up", &[]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Some(slurm)
     }
 
@@ -66,7 +76,14 @@ impl Slurm {
     /// Submits a template with an experiment's overrides; the job's number.
     fn submit(&self, template: &str, experiment: &Experiment) -> String {
         let output = format!("--output={}", experiment.dir.join("batch.out").display());
-        let mut arguments = vec!["sbatch", "--parsable", "--chdir", root().to_str().unwrap(), &output, template];
+        let mut arguments = vec![
+            "sbatch",
+            "--parsable",
+            "--chdir",
+            root().to_str().unwrap(),
+            &output,
+            template,
+        ];
         let overrides = experiment.arguments();
         arguments.extend(overrides.iter().map(String::as_str));
         self.run(&arguments).trim().to_owned()
@@ -76,8 +93,14 @@ impl Slurm {
     fn state(&self, job: &str) -> (String, String) {
         let text = self.run(&["scontrol", "show", "job", job]);
         let field = |name: &str| {
-            let at = text.find(&format!("{name}=")).unwrap_or_else(|| panic!("no {name} in {text}"));
-            text[at + name.len() + 1..].split_whitespace().next().unwrap_or("").to_owned()
+            let at = text
+                .find(&format!("{name}="))
+                .unwrap_or_else(|| panic!("no {name} in {text}"));
+            text[at + name.len() + 1..]
+                .split_whitespace()
+                .next()
+                .unwrap_or("")
+                .to_owned()
         };
         (field("JobState"), field("Restarts"))
     }
@@ -92,7 +115,11 @@ impl Slurm {
                 "PENDING" | "RUNNING" | "COMPLETING" | "CONFIGURING" | "REQUEUED" => {}
                 other => panic!("job {job} is {other}:\n{}", batch_output(experiment)),
             }
-            assert!(Instant::now() < end, "job {job} is {state} after {limit:?}:\n{}", batch_output(experiment));
+            assert!(
+                Instant::now() < end,
+                "job {job} is {state} after {limit:?}:\n{}",
+                batch_output(experiment)
+            );
             std::thread::sleep(Duration::from_millis(250));
         }
     }
@@ -136,13 +163,21 @@ fn train_sync_runs_on_two_nodes_and_a_second_submission_has_nothing_to_do() {
     slurm.wait(&job, &experiment, LIMIT);
     let rows = experiment.metrics();
     let steps = if long() { 40 } else { 3 };
-    assert_eq!(rows.keys().next_back(), Some(&steps), "{}", batch_output(&experiment));
+    assert_eq!(
+        rows.keys().next_back(),
+        Some(&steps),
+        "{}",
+        batch_output(&experiment)
+    );
     let log = std::fs::read_to_string(root().join(format!("logs/slurm/{job}/attempt-0/rank-0.log"))).unwrap();
     assert!(log.contains("2 of 2 ranks"), "both nodes take part:\n{log}");
     if long() {
         let reward = |s: u64| rows[&s]["critic/score/mean"];
         let last = (reward(38) + reward(39) + reward(40)) / 3.0;
-        eprintln!("slurm sync: reward {:.3} in step 1, {last:.3} over the last three", reward(1));
+        eprintln!(
+            "slurm sync: reward {:.3} in step 1, {last:.3} over the last three",
+            reward(1)
+        );
         assert!(last >= 0.85 && last >= reward(1) + 0.4);
     }
 
@@ -166,7 +201,11 @@ fn train_async_runs_on_two_nodes_and_a_signal_requeues_it() {
     // What Slurm sends ahead of the time limit, here after the first step.
     let end = Instant::now() + Duration::from_secs(300);
     while !experiment.dir.join("logs/test.jsonl").exists() || experiment.metrics().keys().max() < Some(&1) {
-        assert!(Instant::now() < end, "no step within 300 s:\n{}", batch_output(&experiment));
+        assert!(
+            Instant::now() < end,
+            "no step within 300 s:\n{}",
+            batch_output(&experiment)
+        );
         std::thread::sleep(Duration::from_millis(100));
     }
     slurm.run(&["scancel", "--signal=USR1", "--batch", &job]);
@@ -176,18 +215,36 @@ fn train_async_runs_on_two_nodes_and_a_signal_requeues_it() {
         if restarts == "1" {
             break;
         }
-        assert!(Instant::now() < end, "job {job} is {state} with {restarts} restarts:\n{}", batch_output(&experiment));
+        assert!(
+            Instant::now() < end,
+            "job {job} is {state} with {restarts} restarts:\n{}",
+            batch_output(&experiment)
+        );
         std::thread::sleep(Duration::from_millis(250));
     }
     let before = experiment.metrics().keys().copied().max().unwrap();
     assert!(before < steps, "the run was over before the signal came");
     // Slurm holds a requeued job for two minutes; tests wait only until the nodes have cleaned up.
     std::thread::sleep(Duration::from_secs(8));
-    let _ = slurm.script("run", &["scontrol", "update", &format!("jobid={job}"), "StartTime=now"]);
+    let _ = slurm.script(
+        "run",
+        &["scontrol", "update", &format!("jobid={job}"), "StartTime=now"],
+    );
     slurm.wait(&job, &experiment, LIMIT);
-    assert_eq!(experiment.metrics().keys().next_back(), Some(&steps), "{}", batch_output(&experiment));
+    assert_eq!(
+        experiment.metrics().keys().next_back(),
+        Some(&steps),
+        "{}",
+        batch_output(&experiment)
+    );
     let attempts = root().join(format!("logs/slurm/{job}"));
-    assert!(attempts.join("attempt-0").is_dir() && attempts.join("attempt-1").is_dir(), "one log folder per attempt");
+    assert!(
+        attempts.join("attempt-0").is_dir() && attempts.join("attempt-1").is_dir(),
+        "one log folder per attempt"
+    );
     let log = std::fs::read_to_string(attempts.join("attempt-1/rank-0.log")).unwrap();
-    assert!(log.contains("resuming after step"), "the second attempt goes on from a checkpoint:\n{log}");
+    assert!(
+        log.contains("resuming after step"),
+        "the second attempt goes on from a checkpoint:\n{log}"
+    );
 }

@@ -25,9 +25,19 @@ fn check_learning(experiment: &Experiment, what: &str) {
         rewards[0],
         rewards.len()
     );
-    assert!(last >= 0.85, "{what}: mean reward of the last three steps is {last:.3}: {rewards:?}");
-    assert!(last >= rewards[0] + 0.4, "{what}: reward rose from {:.3} to {last:.3} only", rewards[0]);
-    assert!(after >= 0.75 && after >= before + 0.3, "{what}: held out {before:.3} before and {after:.3} after");
+    assert!(
+        last >= 0.85,
+        "{what}: mean reward of the last three steps is {last:.3}: {rewards:?}"
+    );
+    assert!(
+        last >= rewards[0] + 0.4,
+        "{what}: reward rose from {:.3} to {last:.3} only",
+        rewards[0]
+    );
+    assert!(
+        after >= 0.75 && after >= before + 0.3,
+        "{what}: held out {before:.3} before and {after:.3} after"
+    );
 }
 
 /// Every step whose tokens were sampled by the trainer's own version agrees with the engine.
@@ -41,9 +51,15 @@ fn check_correlation(experiment: &Experiment, what: &str) {
         match row.get(PEARSON) {
             Some(r) => {
                 steps += 1;
-                assert!(*r >= 0.9999, "{what}: step {step}: correlation {r} over {own} tokens");
+                assert!(
+                    *r >= 0.9999,
+                    "{what}: step {step}: correlation {r} over {own} tokens"
+                );
             }
-            None => assert!(own < 2.0, "{what}: step {step} has {own} tokens of its version and no correlation"),
+            None => assert!(
+                own < 2.0,
+                "{what}: step {step} has {own} tokens of its version and no correlation"
+            ),
         }
     }
     assert!(steps > 0, "{what}: no step has a correlation");
@@ -62,9 +78,14 @@ fn poll_health(status: &Path, stop: &std::sync::atomic::AtomicBool) -> Vec<f64> 
         }
         let Some(to) = &address else { continue };
         let begin = Instant::now();
-        let Ok(mut stream) = TcpStream::connect(to) else { continue };
+        let Ok(mut stream) = TcpStream::connect(to) else {
+            continue;
+        };
         stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        if stream.write_all(b"GET /health HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n").is_err() {
+        if stream
+            .write_all(b"GET /health HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")
+            .is_err()
+        {
             continue;
         }
         let mut answer = String::new();
@@ -94,7 +115,11 @@ fn the_demo_learns_in_one_process() {
         check_learning(&experiment, &what);
         check_correlation(&experiment, &what);
         health.sort_by(f64::total_cmp);
-        assert!(health.len() > 100, "the proxy answered {} health requests only", health.len());
+        assert!(
+            health.len() > 100,
+            "the proxy answered {} health requests only",
+            health.len()
+        );
         let at = |q: f64| health[((health.len() - 1) as f64 * q) as usize];
         // Reported, not asserted: the machine's other work decides it.
         eprintln!(
@@ -114,7 +139,10 @@ fn the_demo_learns_with_a_rollout_rank() {
     let mut experiment = Experiment::new("demo-async", "configs/demo_async.env", &inputs);
     experiment.ranks(2);
     if !long() {
-        experiment.set("TOTAL_TRAINING_STEPS", 4).set("TRAIN_BSZ", 4).set("TRAIN_MINI_BSZ", 4);
+        experiment
+            .set("TOTAL_TRAINING_STEPS", 4)
+            .set("TRAIN_BSZ", 4)
+            .set("TRAIN_MINI_BSZ", 4);
     }
     experiment.finish(Duration::from_secs(1200));
     check_correlation(&experiment, "async");

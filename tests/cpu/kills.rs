@@ -15,7 +15,8 @@ const SAMPLES: u32 = 4;
 
 /// Trials whose end the journal calls stored, in order.
 fn stored(experiment: &Experiment) -> Vec<String> {
-    let journal = legorl::observe::journal::read(&experiment.dir.join("run/journal.jsonl")).unwrap_or_default();
+    let journal =
+        legorl::observe::journal::read(&experiment.dir.join("run/journal.jsonl")).unwrap_or_default();
     journal
         .iter()
         .filter(|e| e["event"] == "trial_finished" && e["submitted"] == "Stored")
@@ -31,7 +32,11 @@ fn run_with_kills(experiment: &Experiment, kills: usize, random: &mut StdRng) ->
     let limit = Instant::now() + Duration::from_secs(1500);
     let mut killed = 0;
     loop {
-        assert!(Instant::now() < limit, "not done after {killed} kills:\n{}", experiment.tail());
+        assert!(
+            Instant::now() < limit,
+            "not done after {killed} kills:\n{}",
+            experiment.tail()
+        );
         let mut child = experiment.start();
         let mut tree = Vec::new();
         let fatal = killed < kills;
@@ -58,7 +63,11 @@ fn run_with_kills(experiment: &Experiment, kills: usize, random: &mut StdRng) ->
         if status.success() {
             return killed;
         }
-        assert!(fatal, "without a kill the run ended with {status}:\n{}", experiment.tail());
+        assert!(
+            fatal,
+            "without a kill the run ended with {status}:\n{}",
+            experiment.tail()
+        );
         // Nothing of a killed run may live on and write.
         wait_until_gone(&tree);
     }
@@ -69,10 +78,17 @@ fn wait_until_gone(tree: &[u32]) {
     let end = Instant::now() + Duration::from_secs(30);
     let alive = || -> Vec<String> {
         let command = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok();
-        tree.iter().filter_map(command).filter(|c| c.contains("legorl")).collect()
+        tree.iter()
+            .filter_map(command)
+            .filter(|c| c.contains("legorl"))
+            .collect()
     };
     while !alive().is_empty() {
-        assert!(Instant::now() < end, "processes of a killed run live on: {:?}", alive());
+        assert!(
+            Instant::now() < end,
+            "processes of a killed run live on: {:?}",
+            alive()
+        );
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -80,7 +96,11 @@ fn wait_until_gone(tree: &[u32]) {
 fn check_exactly_once(experiment: &Experiment) {
     let history = read_history(&experiment.dir.join("run/buffer")).unwrap();
     let steps: Vec<u32> = history.iter().map(|d| d.step).collect();
-    assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>(), "steps of the surviving weights");
+    assert_eq!(
+        steps,
+        (1..=STEPS).collect::<Vec<_>>(),
+        "steps of the surviving weights"
+    );
     let mut contributions: BTreeMap<String, u32> = BTreeMap::new();
     for delivery in &history {
         for trial in delivery.trials() {
@@ -88,19 +108,36 @@ fn check_exactly_once(experiment: &Experiment) {
         }
     }
     let twice: Vec<_> = contributions.iter().filter(|(_, n)| **n != 1).collect();
-    assert!(twice.is_empty(), "trials that contributed more than once: {twice:?}");
-    assert_eq!(contributions.len() as u32, STEPS * GROUPS * SAMPLES, "trials that contributed");
+    assert!(
+        twice.is_empty(),
+        "trials that contributed more than once: {twice:?}"
+    );
+    assert_eq!(
+        contributions.len() as u32,
+        STEPS * GROUPS * SAMPLES,
+        "trials that contributed"
+    );
 
     // A trial is stored once over all attempts of the run, and what was stored is what was trained on.
     let stored = stored(experiment);
     let distinct: BTreeSet<_> = stored.iter().collect();
     assert_eq!(distinct.len(), stored.len(), "a trial was stored twice");
-    let lost: Vec<_> = distinct.iter().filter(|t| !contributions.contains_key(t.as_str())).collect();
-    assert!(lost.is_empty(), "finished trials that no step was trained on: {lost:?}");
+    let lost: Vec<_> = distinct
+        .iter()
+        .filter(|t| !contributions.contains_key(t.as_str()))
+        .collect();
+    assert!(
+        lost.is_empty(),
+        "finished trials that no step was trained on: {lost:?}"
+    );
 
     let rows = experiment.metrics();
     let rows: Vec<u64> = rows.keys().copied().filter(|s| *s > 0).collect();
-    assert_eq!(rows, (1..=u64::from(STEPS)).collect::<Vec<_>>(), "rows of metrics");
+    assert_eq!(
+        rows,
+        (1..=u64::from(STEPS)).collect::<Vec<_>>(),
+        "rows of metrics"
+    );
 }
 
 fn small(name: &str, config: &str) -> Experiment {
@@ -139,5 +176,10 @@ fn a_killed_run_goes_on_and_counts_every_trial_once() {
 
 #[test]
 fn a_killed_run_of_two_ranks_goes_on_and_counts_every_trial_once() {
-    kill_runs("kills-async", "configs/demo_async.env", 2, if long() { 20 } else { 2 });
+    kill_runs(
+        "kills-async",
+        "configs/demo_async.env",
+        2,
+        if long() { 20 } else { 2 },
+    );
 }

@@ -17,11 +17,40 @@ const EDGES: &[(&str, &[&str])] = &[
     ("rollout", &["base", "config", "observe", "model"]),
     ("serve", &["base", "config", "observe", "comm", "model"]),
     ("train", &["base", "config", "observe", "comm", "model"]),
-    ("preflight", &["base", "config", "observe", "comm", "model", "rollout", "serve", "train"]),
-    ("rank", &["base", "config", "observe", "comm", "model", "rollout", "serve", "train", "preflight"]),
+    (
+        "preflight",
+        &[
+            "base", "config", "observe", "comm", "model", "rollout", "serve", "train",
+        ],
+    ),
+    (
+        "rank",
+        &[
+            "base",
+            "config",
+            "observe",
+            "comm",
+            "model",
+            "rollout",
+            "serve",
+            "train",
+            "preflight",
+        ],
+    ),
     (
         "cli",
-        &["base", "config", "observe", "comm", "model", "rollout", "serve", "train", "preflight", "rank"],
+        &[
+            "base",
+            "config",
+            "observe",
+            "comm",
+            "model",
+            "rollout",
+            "serve",
+            "train",
+            "preflight",
+            "rank",
+        ],
     ),
 ];
 
@@ -52,14 +81,21 @@ fn sources(dir: &Path, out: &mut Vec<PathBuf>) {
 fn code(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap();
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-    text.lines().map(|l| l.split("//").next().unwrap()).collect::<Vec<_>>().join("\n")
+    text.lines()
+        .map(|l| l.split("//").next().unwrap())
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 /// Names that follow `crate::`, also inside a braced import.
 fn crate_imports(code: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for part in code.split("crate::").skip(1) {
-        let word = |t: &str| t.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
+        let word = |t: &str| {
+            t.chars()
+                .take_while(|c| c.is_alphanumeric() || *c == '_')
+                .collect::<String>()
+        };
         match part.strip_prefix('{') {
             Some(list) => {
                 let (mut depth, mut start) = (0, true);
@@ -106,8 +142,15 @@ fn imports_go_downward_only() {
             }
         }
     }
-    assert!(edges > 20, "only {edges} imports between layers were seen: does this test still read the code?");
-    assert!(wrong.is_empty(), "not in the table of allowed edges:\n{}", wrong.join("\n"));
+    assert!(
+        edges > 20,
+        "only {edges} imports between layers were seen: does this test still read the code?"
+    );
+    assert!(
+        wrong.is_empty(),
+        "not in the table of allowed edges:\n{}",
+        wrong.join("\n")
+    );
 }
 
 #[test]
@@ -133,13 +176,23 @@ fn heavy_crates_stay_in_their_folders() {
                 }
             }
         }
-        assert!(used > 0, "nothing uses {name}: does this test still read the code?");
+        assert!(
+            used > 0,
+            "nothing uses {name}: does this test still read the code?"
+        );
     }
-    assert!(wrong.is_empty(), "a heavy crate outside its folder:\n{}", wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "a heavy crate outside its folder:\n{}",
+        wrong.join("\n")
+    );
 }
 
 #[test]
 fn the_reader_of_imports_sees_nested_lists() {
     let names = crate_imports("use crate::{base::{A, B}, serve, train::x};\nlet a = crate::model::Y;");
-    assert_eq!(names.into_iter().collect::<Vec<_>>(), ["base", "model", "serve", "train"]);
+    assert_eq!(
+        names.into_iter().collect::<Vec<_>>(),
+        ["base", "model", "serve", "train"]
+    );
 }

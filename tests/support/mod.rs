@@ -20,7 +20,13 @@ pub fn root() -> &'static Path {
 
 /// Folder of the binaries under test: test programs lie in `deps/` below it.
 pub fn bin_dir() -> PathBuf {
-    std::env::current_exe().unwrap().parent().unwrap().parent().unwrap().to_owned()
+    std::env::current_exe()
+        .unwrap()
+        .parent()
+        .unwrap()
+        .parent()
+        .unwrap()
+        .to_owned()
 }
 
 /// The binary under test.
@@ -66,8 +72,16 @@ fn locked(name: &str) -> File {
 /// Runs a command to its end and fails with all that it printed when it does not succeed.
 pub fn must(command: &mut Command) -> String {
     let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{command:?} ended with {}:\n{text}", output.status);
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(
+        output.status.success(),
+        "{command:?} ended with {}:\n{text}",
+        output.status
+    );
     text
 }
 
@@ -79,9 +93,24 @@ pub fn demo_inputs(seed: u64) -> DemoInputs {
         Command::new("sh").current_dir(root()).args(["-c", "cat src/train/supervised/*.rs src/model/bpe/*.rs agent/prompt/* jobs/demo/tasks/*/instruction.md | cksum | cut -d' ' -f1"]),
     );
     let dir = scratch().join(format!("demo-{}-{seed}", stamp.trim()));
-    let inputs = DemoInputs { train: dir.join("train.parquet"), val: dir.join("val.parquet"), policy: dir.join("policy") };
+    let inputs = DemoInputs {
+        train: dir.join("train.parquet"),
+        val: dir.join("val.parquet"),
+        policy: dir.join("policy"),
+    };
     if !inputs.val.exists() {
-        must(legorl_rank().args(["index", "build", "jobs/demo/tasks", "--split-ratio", "0.8", "--output"]).arg(&inputs.train));
+        must(
+            legorl_rank()
+                .args([
+                    "index",
+                    "build",
+                    "jobs/demo/tasks",
+                    "--split-ratio",
+                    "0.8",
+                    "--output",
+                ])
+                .arg(&inputs.train),
+        );
     }
     if !inputs.policy.join("config.json").exists() {
         let seed = seed.to_string();
@@ -124,14 +153,26 @@ impl Experiment {
         let dir = scratch().join("runs").join(name);
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir_all(&dir).unwrap();
-        let mut this = Self { dir: dir.clone(), config: config.into(), sets: Vec::new(), ranks: 1 };
-        for (key, path) in [("MODEL_PATH", &inputs.policy), ("TRAIN_FILES", &inputs.train), ("VAL_FILES", &inputs.val)] {
+        let mut this = Self {
+            dir: dir.clone(),
+            config: config.into(),
+            sets: Vec::new(),
+            ranks: 1,
+        };
+        for (key, path) in [
+            ("MODEL_PATH", &inputs.policy),
+            ("TRAIN_FILES", &inputs.train),
+            ("VAL_FILES", &inputs.val),
+        ] {
             this.set(key, path.display());
         }
         this.set("EXP_NAME", "test");
-        for (key, folder) in
-            [("RUN_DIR", "run"), ("CKPTS_DIR", "checkpoints"), ("LOG_DIR", "logs"), ("HARBOR_TRIALS_DIR", "trials")]
-        {
+        for (key, folder) in [
+            ("RUN_DIR", "run"),
+            ("CKPTS_DIR", "checkpoints"),
+            ("LOG_DIR", "logs"),
+            ("HARBOR_TRIALS_DIR", "trials"),
+        ] {
             this.set(key, dir.join(folder).display());
         }
         this
@@ -167,8 +208,17 @@ impl Experiment {
             if unsafe { libc::geteuid() } == 0 {
                 mpirun.arg("--allow-run-as-root");
             }
-            mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &self.ranks.to_string()]);
-            mpirun.arg(bin_dir().join("legorl-rank")).current_dir(root()).env("NO_COLOR", "1");
+            mpirun.args([
+                "--oversubscribe",
+                "--bind-to",
+                "none",
+                "-n",
+                &self.ranks.to_string(),
+            ]);
+            mpirun
+                .arg(bin_dir().join("legorl-rank"))
+                .current_dir(root())
+                .env("NO_COLOR", "1");
             mpirun
         } else {
             legorl_rank()
@@ -179,15 +229,28 @@ impl Experiment {
 
     /// Starts it with its output in `output.log`.
     pub fn start(&self) -> Child {
-        let log = File::options().create(true).append(true).open(self.dir.join("output.log")).unwrap();
-        self.command().stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap()
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.dir.join("output.log"))
+            .unwrap();
+        self.command()
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap()
     }
 
     /// Runs it to its end, which must be a success within `limit`.
     pub fn finish(&self, limit: Duration) {
         let mut child = self.start();
         let status = wait(&mut child, limit);
-        assert!(status.is_some_and(|s| s.success()), "the run ended with {status:?}:\n{}", self.tail());
+        assert!(
+            status.is_some_and(|s| s.success()),
+            "the run ended with {status:?}:\n{}",
+            self.tail()
+        );
     }
 
     /// The end of its output.
@@ -203,12 +266,17 @@ impl Experiment {
     /// The metrics by step, from the JSON lines.
     pub fn metrics(&self) -> BTreeMap<u64, BTreeMap<String, f64>> {
         let path = self.dir.join("logs/test.jsonl");
-        let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}\n{}", path.display(), self.tail()));
+        let text =
+            fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}\n{}", path.display(), self.tail()));
         let mut steps: BTreeMap<u64, BTreeMap<String, f64>> = BTreeMap::new();
         for line in text.lines() {
             let row: serde_json::Value = serde_json::from_str(line).unwrap();
             let step = row["step"].as_u64().unwrap();
-            let row = row.as_object().unwrap().iter().filter_map(|(k, v)| Some((k.clone(), v.as_f64()?)));
+            let row = row
+                .as_object()
+                .unwrap()
+                .iter()
+                .filter_map(|(k, v)| Some((k.clone(), v.as_f64()?)));
             steps.entry(step).or_default().extend(row);
         }
         steps
@@ -235,8 +303,12 @@ pub fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
 pub fn process_tree(pid: u32) -> Vec<u32> {
     let mut parents = Vec::new();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
-        let Some(child) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-        let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
+        let Some(child) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {
+            continue;
+        };
+        let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else {
+            continue;
+        };
         let after = stat.rsplit(") ").next().unwrap();
         let parent = after.split(' ').nth(1).unwrap().parse::<u32>().unwrap();
         parents.push((child, parent));

@@ -752,9 +752,7 @@ fn a_checkpoint_on_disk_loads_as_a_policy_and_resumes() {
                 global_step: 1,
                 weight_version: saved.version,
                 trainer: saved.progress,
-                random: serde_json::Value::Null,
                 buffer: serde_json::Value::Null,
-                history: serde_json::Value::Null,
                 config_fingerprint: String::new(),
             },
             model_files: ModelFiles {
