@@ -162,7 +162,7 @@ fn train_sync_runs_on_two_nodes_and_a_second_submission_has_nothing_to_do() {
     let job = slurm.submit("slurm/train_sync.sbatch", &experiment);
     slurm.wait(&job, &experiment, LIMIT);
     let rows = experiment.metrics();
-    let steps = if long() { 40 } else { 3 };
+    let steps = if long() { 20 } else { 3 };
     assert_eq!(
         rows.keys().next_back(),
         Some(&steps),
@@ -173,7 +173,7 @@ fn train_sync_runs_on_two_nodes_and_a_second_submission_has_nothing_to_do() {
     assert!(log.contains("2 of 2 ranks"), "both nodes take part:\n{log}");
     if long() {
         let reward = |s: u64| rows[&s]["critic/score/mean"];
-        let last = (reward(38) + reward(39) + reward(40)) / 3.0;
+        let last = (reward(18) + reward(19) + reward(20)) / 3.0;
         eprintln!(
             "slurm sync: reward {:.3} in step 1, {last:.3} over the last three",
             reward(1)
@@ -195,7 +195,7 @@ fn train_async_runs_on_two_nodes_and_a_signal_requeues_it() {
     if !long() {
         experiment.set("TOTAL_TRAINING_STEPS", 8);
     }
-    let steps = if long() { 40 } else { 8 };
+    let steps = if long() { 20 } else { 8 };
     let job = slurm.submit("slurm/train_async.sbatch", &experiment);
 
     // What Slurm sends ahead of the time limit, here after the first step.

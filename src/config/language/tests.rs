@@ -118,7 +118,7 @@ fn quotes_escapes_and_comments() {
         ("X=ünïcode", "ünïcode"),
     ] {
         assert_eq!(x(text), value, "{text:?}");
-        let for_bash = text.replace('\r', "").replace('\u{feff}', "");
+        let for_bash = text.replace(['\r', '\u{feff}'], "");
         assert_eq!(bash(&for_bash), value, "{text:?}");
     }
 }
