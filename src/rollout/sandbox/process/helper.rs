@@ -105,7 +105,10 @@ pub(crate) fn for_tests() -> PathBuf {
     let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     let built = std::process::Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .env("RUSTFLAGS", "-C target-feature=+crt-static -C strip=symbols")
+        .env(
+            "RUSTFLAGS",
+            "-C target-feature=+crt-static -C relocation-model=static -C strip=symbols",
+        )
         .args([
             "build",
             "--quiet",

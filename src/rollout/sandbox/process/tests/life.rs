@@ -186,7 +186,7 @@ fn a_killed_parent_leaves_nothing() {
 #[ignore = "a measurement: cargo test --lib measure_start -- --ignored --nocapture"]
 fn measure_start() {
     as_each_user(|| async {
-        let bench = Bench::new();
+        let bench = Bench::on(tempfile::tempdir().unwrap());
         let limits = bench.backend.limits().await.unwrap();
         let cpu_before = cpu_time();
         let (mut start, mut exec, mut delete) = (Vec::new(), Vec::new(), Vec::new());
