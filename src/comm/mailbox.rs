@@ -83,6 +83,7 @@ impl Mailbox {
     }
 
     /// The world has ended: readers see [`InboxError::Closed`] once they have read what arrived.
+    #[cfg(feature = "mpi")]
     pub fn close(&self) {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
