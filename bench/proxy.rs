@@ -250,8 +250,13 @@ fn proxy_cpu_ms() -> Result<f64, Box<dyn std::error::Error>> {
     let mut total = 0.0;
     for task in std::fs::read_dir("/proc/self/task")? {
         let path = task?.path();
-        if std::fs::read_to_string(path.join("comm"))?.starts_with("proxy") {
-            let stat = std::fs::read_to_string(path.join("schedstat"))?;
+        let name = std::fs::read_to_string(path.join("comm"));
+        let stat = std::fs::read_to_string(path.join("schedstat"));
+        // A blocking thread may end between the listing and here.
+        let (Ok(name), Ok(stat)) = (name, stat) else {
+            continue;
+        };
+        if name.starts_with("proxy") {
             total += stat.split(' ').next().ok_or("schedstat")?.parse::<f64>()? / 1e6;
         }
     }

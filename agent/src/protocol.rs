@@ -51,10 +51,14 @@ pub enum Kind {
 pub struct Setup {
     /// The proxy's socket is bound at [`PROXY_SOCKET_PATH`] and is to be reached at [`PROXY_PORT`].
     pub forward_proxy: bool,
-    /// Lay a writable overlay over `/lower` and make it the root.
+    /// Lay a writable overlay, upper side in `/layer`, over `/lower` and make it the root.
     pub overlay: bool,
+    /// Folders and files of the first root to bind into the overlay, relative to `/`.
+    pub carried: Vec<String>,
     /// Watch the summed resident memory of all processes, bytes. Absent when a control group does it.
     pub watch_memory_bytes: Option<u64>,
+    /// Processes and threads that may exist at once, whoever enforces it.
+    pub pids_limit: Option<u32>,
     /// Watch the number of processes and threads. Absent when a control group does it.
     pub watch_pids: Option<u32>,
     /// Set `RLIMIT_NPROC` of commands as well (only useful where it counts this sandbox alone).

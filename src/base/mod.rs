@@ -17,6 +17,7 @@ pub mod engine;
 pub mod ids;
 pub mod order;
 pub mod sampling;
+pub mod secrets;
 pub mod session;
 pub mod trajectory;
 pub mod trial;
@@ -27,6 +28,7 @@ pub use engine::{
 };
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};
 pub use sampling::SamplingParams;
+pub use secrets::is_secret;
 pub use session::{CapturedSession, SessionEndpoint, SessionError, SessionHost, SessionLimits, SessionSpec};
 pub use trajectory::{TokenSequence, Trajectory, TrialOutcome, TrialTiming};
 pub use trial::{

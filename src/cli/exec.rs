@@ -28,9 +28,13 @@ pub fn replace(name: &str) -> anyhow::Error {
         Ok(path) => path,
         Err(error) => return error,
     };
-    let error = Command::new(&path)
-        .args(std::env::args_os().skip(1))
-        .env(SHOWN, "1")
-        .exec();
+    let mut command = Command::new(&path);
+    command.args(std::env::args_os().skip(1)).env(SHOWN, "1");
+    // Idle OpenMP threads of libtorch spin by default and take the cores from engine, proxy and sandboxes.
+    // libgomp reads this when it is loaded, so it cannot be set later.
+    if std::env::var_os("OMP_WAIT_POLICY").is_none() {
+        command.env("OMP_WAIT_POLICY", "passive");
+    }
+    let error = command.exec();
     anyhow::Error::new(error).context(format!("cannot start {}", path.display()))
 }

@@ -18,6 +18,8 @@ pub mod layers;
 pub mod reference;
 pub mod settings;
 pub mod show;
+#[cfg(test)]
+mod tests;
 pub mod variables;
 
 pub use error::{ConfigError, ConfigWarning, Location, WarningKind};
@@ -32,7 +34,7 @@ pub struct Loaded {
     /// The text of every value that some layer has set, with its source.
     pub layered: Layered,
     /// What computed defaults came to, by variable.
-    pub derived: Vec<(&'static str, String)>,
+    pub derived: settings::Derived,
     /// What the user should know.
     pub warnings: Vec<ConfigWarning>,
 }

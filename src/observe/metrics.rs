@@ -76,7 +76,7 @@ impl MetricsFiles {
         let log_path = folder.join(format!("{exp}.log"));
         let jsonl_path = folder.join(format!("{exp}.jsonl"));
         let keep = |step: u64| resume_from_step.is_some_and(|last| step <= last);
-        let cut = cut(&jsonl_path, |line| step_of_json(line), keep)?;
+        let cut = cut(&jsonl_path, step_of_json, keep)?;
         if !cut.is_empty() {
             let path = folder.join(format!("{exp}.superseded.jsonl"));
             let mut file = OpenOptions::new()
@@ -86,7 +86,7 @@ impl MetricsFiles {
                 .map_err(io_at(&path))?;
             file.write_all(cut.as_bytes()).map_err(io_at(&path))?;
         }
-        self::cut(&log_path, |line| step_of_text(line), keep)?;
+        self::cut(&log_path, step_of_text, keep)?;
         let open = |path: &Path| {
             OpenOptions::new()
                 .create(true)

@@ -47,7 +47,8 @@ struct PlainStage {
 }
 
 impl Progress {
-    /// Bars on a terminal, plain lines otherwise. `done_steps` were done by earlier attempts.
+    /// Bars on a terminal, plain lines otherwise. `done_steps` were done by earlier
+    /// attempts. A job without steps has a `total_steps` of 0 and shows its stage alone.
     pub fn new(total_steps: u64, done_steps: u64) -> Self {
         let view = if io::stderr().is_terminal() {
             let bars = BARS.get_or_init(MultiProgress::new);

@@ -20,7 +20,7 @@ impl Redactor {
         let redactor = Self::default();
         for (name, value) in std::env::vars_os() {
             if let (Some(name), Ok(value)) = (name.to_str(), value.into_string()) {
-                if crate::config::variables::is_secret(name) {
+                if crate::base::is_secret(name) {
                     redactor.add(&value);
                 }
             }

@@ -12,7 +12,7 @@ const BAR: f64 = 20.0;
 const REWARD: &str = "critic/score/mean";
 const THROUGHPUT: &str = "perf/throughput";
 const STEP_TIME: &str = "timing_s/step";
-const PEARSON: &str = "rollout_actor_probs_pearson_corr";
+const PEARSON: &str = "training/rollout_actor_probs_pearson_corr";
 const TOKENS: &str = "perf/total_num_tokens";
 
 /// What the table is made of.
@@ -113,7 +113,9 @@ fn stages(out: &mut String, rows: &BTreeMap<u64, Row>) {
     let mut sums: BTreeMap<&str, f64> = BTreeMap::new();
     for row in rows.values() {
         for (key, value) in row {
-            if let Some(stage) = key.strip_prefix("timing_s/") {
+            // `update_actor/forward` is a part of `update_actor`, and `trainer_step` the sum of stages.
+            let stage = key.strip_prefix("timing_s/").filter(|s| !s.contains('/') && *s != "trainer_step");
+            if let Some(stage) = stage {
                 *sums.entry(stage).or_default() += value;
             }
         }

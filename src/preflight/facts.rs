@@ -12,7 +12,7 @@ use crate::{
         hf::{Checkpoint, ModelConfig},
         tool_calls::format_by_name,
     },
-    rollout::task::TaskIndex,
+    rollout::{sandbox::process::helper, task::TaskIndex},
 };
 use serde_json::{json, Value};
 use std::{
@@ -108,7 +108,8 @@ impl Facts {
                 .into_iter()
                 .map(|(variable, path)| folder(variable, path))
                 .collect(),
-            sandbox: (settings.run.backend == Backend::Process).then(process_sandbox),
+            sandbox: (settings.run.backend == Backend::Process)
+                .then(|| process_sandbox(settings.sandbox.rootfs.as_deref())),
             proxy_port: (settings.proxy.port != 0).then(|| port(&settings.proxy.host, settings.proxy.port)),
             open_files: open_files(),
             world_size,
@@ -250,7 +251,7 @@ fn free_bytes(path: &Path) -> Option<u64> {
     }
     // SAFETY: statvfs succeeded, so it has filled the structure.
     let stat = unsafe { stat.assume_init() };
-    Some(stat.f_bavail as u64 * stat.f_frsize as u64)
+    Some(stat.f_bavail * stat.f_frsize)
 }
 
 fn open_files() -> (u64, u64) {
@@ -263,7 +264,7 @@ fn open_files() -> (u64, u64) {
     if failed {
         (0, 0)
     } else {
-        (limit.rlim_cur as u64, limit.rlim_max as u64)
+        (limit.rlim_cur, limit.rlim_max)
     }
 }
 
@@ -274,8 +275,12 @@ fn port(host: &str, port: u16) -> Result<(), String> {
         .map_err(|error| format!("{host}:{port}: {error}"))
 }
 
-/// Starts the smallest sandbox with the namespaces of the process backend.
-fn process_sandbox() -> Result<String, String> {
+/// Finds what a process sandbox needs, and starts the smallest one with the same namespaces.
+fn process_sandbox(rootfs: Option<&Path>) -> Result<String, String> {
+    if let Some(rootfs) = rootfs.filter(|path| !path.is_dir()) {
+        return Err(format!("SANDBOX_ROOTFS={} is not a folder", rootfs.display()));
+    }
+    helper::find().map_err(|error| error.to_string())?;
     let run = |arguments: &[&str]| -> Result<String, String> {
         let mut child = Command::new("bwrap")
             .args(arguments)

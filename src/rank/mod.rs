@@ -33,7 +33,7 @@ pub use launch::run_train;
 
 #[cfg(feature = "torch")]
 mod launch {
-    use super::{engine_rank, roles::RoleMap, wiring};
+    use super::{engine_rank, roles::RoleMap, signals::StopFlag, wiring};
     use crate::{
         comm::{launch_world, Communicator},
         config::{settings::Settings, Loaded},
@@ -48,9 +48,11 @@ mod launch {
 
     /// Runs this process's part of a training run whose checks have passed.
     pub fn run_train(loaded: &Loaded) -> anyhow::Result<ExitCode> {
+        // On every rank: Slurm signals all tasks of a step. Engine ranks go on until the head stops them.
+        let stop = StopFlag::install().context("cannot install signal handlers")?;
         let world = launch_world()?;
         let (rank, size) = (world.comm.rank(), world.comm.size());
-        let outcome = run_rank(loaded, &world.comm);
+        let outcome = run_rank(loaded, &world.comm, stop);
         match outcome {
             Ok(code) => {
                 world.shutdown()?;
@@ -65,13 +67,13 @@ mod launch {
         }
     }
 
-    fn run_rank(loaded: &Loaded, comm: &Arc<dyn Communicator>) -> anyhow::Result<ExitCode> {
+    fn run_rank(loaded: &Loaded, comm: &Arc<dyn Communicator>, stop: StopFlag) -> anyhow::Result<ExitCode> {
         let run = run_of_rank_0(&loaded.settings, comm)?;
         let (settings, rank) = (&run.settings, comm.rank());
         logging::start(&run.attempt, rank, Arc::new(Redactor::of_process()))?;
         let roles = RoleMap::new(settings.run.training_mode, comm.size());
         if rank == 0 {
-            wiring::run_head(settings, &run.attempt, comm, &roles)
+            wiring::run_head(settings, &run.attempt, comm, &roles, stop)
         } else {
             engine_rank::run(settings, comm.clone())
         }

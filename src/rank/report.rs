@@ -353,7 +353,7 @@ fn step_line(row: &Row) -> String {
         of("critic/score/mean"),
         of("actor/grad_norm"),
         of("actor/entropy"),
-        of("rollout_actor_probs_pearson_corr"),
+        of("training/rollout_actor_probs_pearson_corr"),
         of("perf/throughput"),
         of("timing_s/step"),
         of("timing_s/gen"),

@@ -1,6 +1,7 @@
 //! From [`Settings`] to the resolved structs of the stages. One function a stage, nothing else: a stage
 //! never sees `Settings`, and what a variable means for it can be read here in one line.
 
+use super::run_lock::host_name;
 use crate::{
     config::settings::{
         values::{KlLossType, LossAggMode, LrScheduler, PolicyLossMode},
@@ -68,8 +69,7 @@ pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerCo
         ppo_epochs: settings.batch.ppo_epochs as usize,
         max_token_len_per_gpu: settings.batch.max_token_len_per_gpu as usize,
         head_chunk_tokens: HEAD_CHUNK_TOKENS,
-        // Under async the engine's policy is the one that the ratio must be taken against.
-        bypass_old_logprobs: settings.rollout.staleness > 0.0,
+        bypass_old_logprobs: settings.algorithm.rollout_correction_bypass,
         importance: None,
         optimizer: AdamWConfig {
             beta1: optim.beta1,
@@ -91,7 +91,11 @@ pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerCo
         max_grad_norm: optim.grad_clip,
         max_response_len: settings.data.max_response_tokens as usize,
         num_threads: threads,
-        backward: BackwardMode::BlockLoop,
+        backward: if settings.batch.gradient_checkpointing {
+            BackwardMode::BlockLoop
+        } else {
+            BackwardMode::BlockGraphs
+        },
     }
 }
 
@@ -164,21 +168,31 @@ pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
         tcp: Some(address),
         tool_call_parser: model.tool_call_parser.name().to_owned(),
         max_body_bytes: p.max_request_body_bytes,
-        ..ProxyConfig::new(proxy_socket(settings)?, model.served_model_name.clone(), model.path.clone())
+        ..ProxyConfig::new(node_folder(settings)?.join("proxy.sock"), model.served_model_name.clone(), model.path.clone())
     })
 }
 
-/// A path that is short enough for a unix socket (107 bytes) and the same in every attempt of a run.
-fn proxy_socket(settings: &Settings) -> anyhow::Result<PathBuf> {
+/// Eight hexadecimal digits that stand for the run folder.
+fn run_tag(settings: &Settings) -> String {
+    format!("{:08x}", crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes()))
+}
+
+/// Owner of leases and sandboxes: this run on this node, the same in every attempt.
+pub fn owner(settings: &Settings) -> String {
+    format!("{}-{}", host_name(), run_tag(settings))
+}
+
+/// This run's folder on the node's own disk, for the proxy's socket and the files of sandboxes. Its path is
+/// short enough for a unix socket (107 bytes) and the same in every attempt.
+pub fn node_folder(settings: &Settings) -> anyhow::Result<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
-    let run = crc32fast::hash(settings.paths.run.as_os_str().as_encoded_bytes());
     // SAFETY: geteuid has no preconditions.
     let user = unsafe { libc::geteuid() };
-    let folder = std::env::temp_dir().join(format!("legorl-{user}-{run:08x}"));
+    let folder = std::env::temp_dir().join(format!("legorl-{user}-{}", run_tag(settings)));
     std::fs::create_dir_all(&folder)
         .and_then(|()| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)))
-        .with_context(|| format!("cannot make {} for the proxy's socket; TMPDIR moves it", folder.display()))?;
-    Ok(folder.join("proxy.sock"))
+        .with_context(|| format!("cannot make {}; TMPDIR moves it", folder.display()))?;
+    Ok(folder)
 }
 
 /// Replicas on other ranks.

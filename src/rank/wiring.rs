@@ -18,7 +18,7 @@ use super::{
     head::Head,
     report::Report,
     roles::RoleMap,
-    run_lock::{host_name, RunLock},
+    run_lock::RunLock,
     signals::StopFlag,
     stages,
 };
@@ -107,8 +107,8 @@ pub fn run_head(
     attempt: &Path,
     comm: &Arc<dyn Communicator>,
     roles: &RoleMap,
+    stop: StopFlag,
 ) -> anyhow::Result<ExitCode> {
-    let stop = StopFlag::install().context("cannot install signal handlers")?;
     let _lock = RunLock::acquire(&settings.paths.run)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
     let tasks = TaskIndexes {
@@ -145,7 +145,7 @@ pub fn run_head(
     let proxy = Proxy::start(stages::proxy(settings)?, router)?;
     report.proxy(proxy.tcp());
 
-    let owner = format!("{}:{}", host_name(), settings.paths.run.display());
+    let owner = stages::owner(settings);
     let backend = make_backend(settings, &owner)?;
     let scaffold = make_scaffold(settings)?;
     scaffold.check()?;
@@ -209,7 +209,7 @@ fn make_engines(
 fn make_backend(settings: &Settings, owner: &str) -> anyhow::Result<Arc<dyn SandboxBackend>> {
     match settings.run.backend {
         Backend::Process => Ok(Arc::new(ProcessBackend::new(ProcessBackendConfig {
-            state_dir: settings.paths.run.join("sandboxes"),
+            state_dir: stages::node_folder(settings)?.join("sandboxes"),
             rootfs: settings.sandbox.rootfs.clone(),
             helper: None,
             owner: owner.to_owned(),

@@ -244,7 +244,8 @@ pub fn process_tree(pid: u32) -> Vec<u32> {
     let mut tree = vec![pid];
     let mut next = 0;
     while next < tree.len() {
-        tree.extend(parents.iter().filter(|(_, p)| *p == tree[next]).map(|(c, _)| *c));
+        let parent = tree[next];
+        tree.extend(parents.iter().filter(|(_, p)| *p == parent).map(|(c, _)| *c));
         next += 1;
     }
     tree

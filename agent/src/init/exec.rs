@@ -32,7 +32,7 @@ pub struct Command {
 /// Starts the command and a thread that follows it.
 pub fn start(command: Command, setup: &Setup, host: &Host, commands: &Arc<Commands>) -> io::Result<()> {
     let id = command.id;
-    make_room(commands);
+    make_room(setup, commands);
     let (setup, own_host, commands) = (setup.clone(), host.clone(), commands.clone());
     let follow = move || {
         if let Err(problem) = run(command, &setup, &own_host, &commands) {
@@ -51,9 +51,16 @@ pub fn start(command: Command, setup: &Setup, host: &Host, commands: &Arc<Comman
     }
 }
 
-/// An agent that left the sandbox full of processes must not keep the verifier from running: when no
-/// thread can be made, background processes are killed.
-pub fn make_room(commands: &Commands) {
+/// An agent that left the sandbox full of processes must not keep the verifier from running: background
+/// processes are killed when they use more than three quarters of the limit, or when no thread can be made.
+pub fn make_room(setup: &Setup, commands: &Commands) {
+    let crowded = setup.pids_limit.is_some_and(|limit| {
+        let others = processes().into_iter().filter(|p| p.pid != 1);
+        others.map(|p| p.threads).sum::<u32>() > limit - limit / 4
+    });
+    if crowded {
+        kill_background(commands);
+    }
     for _ in 0..20 {
         if let Ok(thread) = thread::Builder::new().spawn(|| ()) {
             thread.join().ok();

@@ -84,7 +84,7 @@ fn serve() -> io::Result<()> {
         _ => return Err(io::Error::other("expected setup")),
     };
     if setup.overlay {
-        overlay::enter()?;
+        overlay::enter(&setup.carried)?;
     }
     let commands = Arc::new(reaper::Commands::default());
     start_services(&setup, &host, &commands)?;
@@ -119,7 +119,7 @@ fn serve() -> io::Result<()> {
             )?,
             Request::Kill => commands.kill(id),
             Request::Download { path } => {
-                exec::make_room(&commands);
+                exec::make_room(&setup, &commands);
                 transfer::download(id, path, &host)?;
             }
             upload => uploads.message(&host, id, upload)?,

@@ -9,12 +9,11 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::path::Path;
 
-const CARRIED: [&str; 3] = ["proc", "dev", "run/legorl"];
 const CAP_SETPCAP: libc::c_ulong = 8;
 const CAP_SYS_ADMIN: libc::c_ulong = 21;
 
-/// Changes the root; an error says which step failed.
-pub fn enter() -> io::Result<()> {
+/// Changes the root and binds what is `carried` into it; an error says which step failed.
+pub fn enter(carried: &[String]) -> io::Result<()> {
     step("unshare the mount namespace", || {
         // SAFETY: unshare with an integer argument.
         unsafe { libc::unshare(libc::CLONE_NEWNS) }
@@ -27,14 +26,12 @@ pub fn enter() -> io::Result<()> {
         Some(c"overlay"),
         0,
         Some(options),
-        "mount an overlay (needs Linux 5.11)",
+        "mount an overlay",
     )?;
-    for name in CARRIED {
-        let target = format!("/new/{name}");
-        if !Path::new(&target).is_dir() {
-            std::fs::create_dir_all(&target)?;
-        }
-        let (from, to) = (CString::new(format!("/{name}"))?, CString::new(target)?);
+    for name in carried {
+        let (from, to) = (format!("/{name}"), format!("/new/{name}"));
+        make_target(Path::new(&from), Path::new(&to))?;
+        let (from, to) = (CString::new(from)?, CString::new(to)?);
         mount(&from, &to, None, libc::MS_BIND | libc::MS_REC, None, name)?;
     }
     std::env::set_current_dir("/new")?;
@@ -48,6 +45,18 @@ pub fn enter() -> io::Result<()> {
     })?;
     std::env::set_current_dir("/")?;
     give_up_capabilities()
+}
+
+/// A bind needs a folder or file to cover.
+fn make_target(from: &Path, to: &Path) -> io::Result<()> {
+    if std::fs::symlink_metadata(to).is_ok() {
+        return Ok(());
+    }
+    if from.is_dir() {
+        return std::fs::create_dir_all(to);
+    }
+    to.parent().map_or(Ok(()), std::fs::create_dir_all)?;
+    std::fs::File::create(to).map(drop)
 }
 
 fn mount(

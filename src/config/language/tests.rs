@@ -33,7 +33,8 @@ impl Names for Variables {
                 self.set.insert(name.to_owned(), text);
             }
             Setting::Array(items) => {
-                self.arrays.insert(name.to_owned(), items.into_iter().map(|(_, item)| item).collect());
+                self.arrays
+                    .insert(name.to_owned(), items.into_iter().map(|(_, item)| item).collect());
             }
         }
         Ok(())
@@ -59,7 +60,10 @@ fn evaluate(text: &str) -> Variables {
 
 /// The value of X.
 fn x(text: &str) -> String {
-    evaluate(text).set.remove("X").unwrap_or_else(|| panic!("{text:?} must set X"))
+    evaluate(text)
+        .set
+        .remove("X")
+        .unwrap_or_else(|| panic!("{text:?} must set X"))
 }
 
 fn refuse(text: &str) -> LanguageError {
@@ -69,15 +73,29 @@ fn refuse(text: &str) -> LanguageError {
     }
 }
 
+/// What bash makes of the same text.
+fn bash(text: &str) -> String {
+    let output = std::process::Command::new("bash")
+        .args(["--norc", "-c", &format!("{text}\nprintf %s \"$X\"")])
+        .env_clear()
+        .env("HOME", "/home/u")
+        .output()
+        .expect("bash is the reference of this test");
+    assert!(output.status.success(), "bash refuses {text:?}");
+    String::from_utf8(output.stdout).expect("UTF-8 in, UTF-8 out")
+}
+
 #[test]
 fn quotes_escapes_and_comments() {
-    // What bash gives for the same line.
     for (text, value) in [
         ("X=plain", "plain"),
         ("X=", ""),
         ("X=\"\"", ""),
         ("X='single $HOME \"x\"'", "single $HOME \"x\""),
-        ("X=\"double # not a comment\"  # comment", "double # not a comment"),
+        (
+            "X=\"double # not a comment\"  # comment",
+            "double # not a comment",
+        ),
         ("X=a#b", "a#b"),
         ("X=a # b", "a"),
         ("X=a\\ b", "a b"),
@@ -100,6 +118,8 @@ fn quotes_escapes_and_comments() {
         ("X=ünïcode", "ünïcode"),
     ] {
         assert_eq!(x(text), value, "{text:?}");
+        let for_bash = text.replace('\r', "").replace('\u{feff}', "");
+        assert_eq!(bash(&for_bash), value, "{text:?}");
     }
 }
 
@@ -130,8 +150,15 @@ fn expansions() {
         ("X=$(date -u +%Y%m%d-%H%M%S)", "20231114-221320"),
         ("X=run-$(date -u '+%Y %j')", "run-2023 318"),
     ] {
-        let text = if text.contains("needed") { format!("Y=y\n{text}") } else { text.to_owned() };
+        let text = if text.contains("needed") {
+            format!("Y=y\n{text}")
+        } else {
+            text.to_owned()
+        };
         assert_eq!(x(&text), value, "{text:?}");
+        if !text.contains("$(date") {
+            assert_eq!(bash(&text), value, "{text:?}");
+        }
     }
 }
 
@@ -159,10 +186,14 @@ fn arithmetic() {
             refuse(&text);
         } else {
             assert_eq!(x(&text), value, "{expression}");
+            assert_eq!(bash(&text), value, "{expression}");
         }
     }
     // The form of the original's templates.
-    assert_eq!(x("P=30000\nR=170000\nSP=8\n: \"${X:=$(((P + R) / SP))}\""), "25000");
+    assert_eq!(
+        x("P=30000\nR=170000\nSP=8\n: \"${X:=$(((P + R) / SP))}\""),
+        "25000"
+    );
 }
 
 #[test]
@@ -217,9 +248,15 @@ fn what_is_not_a_value_is_refused_with_its_place_and_a_way_out() {
         ("A=(1)\nX=$A", 2, 3, "items"),
     ] {
         let error = refuse(text);
-        assert_eq!((error.location.line, error.location.column), (line, column), "{text:?}: {error}");
+        assert_eq!(
+            (error.location.line, error.location.column),
+            (line, column),
+            "{text:?}: {error}"
+        );
         assert!(error.help.contains(help), "{text:?}: {error}");
-        assert!(error.to_string().starts_with(&format!("run.env:{line}:{column}: ")));
+        assert!(error
+            .to_string()
+            .starts_with(&format!("run.env:{line}:{column}: ")));
     }
 }
 
@@ -248,7 +285,10 @@ fn nesting_and_growth_end_in_an_error() {
 
 /// Number of random inputs; `LEGORL_FUZZ_CASES` raises it.
 fn cases() -> u32 {
-    std::env::var("LEGORL_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(20_000)
+    std::env::var("LEGORL_FUZZ_CASES")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(20_000)
 }
 
 proptest! {

@@ -7,7 +7,7 @@
 mod resolve;
 pub mod values;
 
-pub use resolve::{check_text, resolve};
+pub use resolve::{check_text, resolve, Derived};
 
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
@@ -141,6 +141,8 @@ pub struct BatchSettings {
     pub n_resp: u32,
     /// `PPO_EPOCHS`: passes over a batch.
     pub ppo_epochs: u32,
+    /// `ENABLE_GRADIENT_CHECKPOINTING`: recompute blocks in the backward pass instead of keeping them.
+    pub gradient_checkpointing: bool,
     /// `ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU`: tokens of a micro-batch.
     pub max_token_len_per_gpu: u32,
 }
@@ -201,6 +203,8 @@ pub struct AlgorithmSettings {
     pub clip_ratio_c: f64,
     /// `LOSS_AGG_MODE`.
     pub loss_agg_mode: LossAggMode,
+    /// `ROLLOUT_CORRECTION_BYPASS`: the ratio is against the policy that sampled.
+    pub rollout_correction_bypass: bool,
     /// `ENTROPY_COEFF`.
     pub entropy_coeff: f64,
     /// `USE_KL_LOSS`.

@@ -78,7 +78,7 @@ fn is_unset(text: &str) -> bool {
 struct Resolver<'a> {
     layered: &'a Layered,
     problems: Vec<ValueProblem>,
-    derived: Vec<(&'static str, String)>,
+    derived: Derived,
     #[cfg(test)]
     read: std::collections::BTreeSet<&'static str>,
 }
@@ -200,8 +200,11 @@ fn absolute(root: &Path, text: &str) -> PathBuf {
     joined.components().collect()
 }
 
-/// Settings, and the computed defaults that went into them (name, text).
-pub fn resolve(layered: &Layered) -> Result<(Settings, Vec<(&'static str, String)>), ConfigError> {
+/// What computed defaults came to: variable and text.
+pub type Derived = Vec<(&'static str, String)>;
+
+/// Settings, and the computed defaults that went into them.
+pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
     let mut r = Resolver {
         layered,
         problems: Vec::new(),
@@ -360,6 +363,7 @@ fn batch(r: &mut Resolver<'_>, window: u32, sp_size: u32) -> BatchSettings {
         train_bsz,
         train_mini_bsz: r.derive("TRAIN_MINI_BSZ", mini, train_bsz),
         n_resp: r.u32("N_RESP"),
+        gradient_checkpointing: r.bool("ENABLE_GRADIENT_CHECKPOINTING"),
         ppo_epochs: r.u32("PPO_EPOCHS"),
         max_token_len_per_gpu: r.derive(
             "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU",
@@ -415,6 +419,7 @@ fn algorithm(r: &mut Resolver<'_>) -> AlgorithmSettings {
             LossAggMode::SeqMeanTokenMean,
         ),
         entropy_coeff: r.f64("ENTROPY_COEFF"),
+        rollout_correction_bypass: r.bool("ROLLOUT_CORRECTION_BYPASS"),
         use_kl_loss: r.bool("USE_KL_LOSS"),
         kl_loss_coef: r.f64("KL_LOSS_COEF"),
         kl_loss_type: r.choice("KL_LOSS_TYPE", KlLossType::from_name, KlLossType::LowVarKl),

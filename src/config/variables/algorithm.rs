@@ -19,6 +19,8 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Passes over the batch of a step."),
     row(BATCH, "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU", integer(1), Derived("(MAX_PROMPT + MAX_RESP) / SP_SIZE"), "tokens", Common,
         "Tokens that are packed into one micro-batch; a longer sequence goes alone."),
+    row(BATCH, "ENABLE_GRADIENT_CHECKPOINTING", Bool, Value("True"), "", Common,
+        "Keep only the input of each block and compute the block again in the backward pass. False keeps each block's graph: a third faster, at several times the memory."),
 
     row(ALGORITHM, "ADV_ESTIMATOR", Choice(AdvEstimator::NAMES), Value("grpo"), "", Common,
         "How rewards become advantages. `grpo` compares the trials of a prompt."),
@@ -34,6 +36,8 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Second bound of the ratio where the advantage is negative (dual clip)."),
     row(ALGORITHM, "LOSS_AGG_MODE", Choice(LossAggMode::NAMES), Value("seq-mean-token-mean"), "", Common,
         "How token losses become one number."),
+    row(ALGORITHM, "ROLLOUT_CORRECTION_BYPASS", Bool, Value("False"), "", Common,
+        "Take the log-probabilities of the moment of sampling as the denominator of the ratio, instead of those of the policy before the update. Under async the clip then bounds the distance from the policy that sampled."),
     row(ALGORITHM, "ENTROPY_COEFF", between(-10.0, 10.0), Value("0.0"), "", Common,
         "Weight of the entropy bonus."),
     row(ALGORITHM, "USE_KL_LOSS", Bool, Value("True"), "", Common,

@@ -6,6 +6,7 @@ mod inert;
 mod rollout;
 mod run;
 
+pub use crate::base::is_secret;
 pub use inert::{no_effect, NoEffect, NO_EFFECT};
 
 /// What a value must look like.
@@ -100,14 +101,6 @@ pub fn nearest(name: &str) -> Option<&'static str> {
         .map(|(_, known)| known)
 }
 
-/// True for names whose values must never be shown.
-pub fn is_secret(name: &str) -> bool {
-    const MARKS: [&str; 5] = ["API_KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL"];
-    let name = name.to_ascii_uppercase();
-    // `…_TOKENS` and `…_TOKEN_LEN_…` are counts; only a name that ends in TOKEN holds one.
-    MARKS.iter().any(|mark| name.contains(mark)) || name == "TOKEN" || name.ends_with("_TOKEN")
-}
-
 const fn row(
     section: &'static str,
     name: &'static str,
@@ -193,24 +186,5 @@ mod tests {
         assert_eq!(nearest("TRAIN_BZS"), Some("TRAIN_BSZ"));
         assert_eq!(nearest("MODLE_PATH"), Some("MODEL_PATH"));
         assert_eq!(nearest("COMPLETELY_DIFFERENT_THING"), None);
-    }
-
-    #[test]
-    fn secrets_are_recognised_and_token_counts_are_not() {
-        for name in [
-            "WANDB_API_KEY",
-            "HF_TOKEN",
-            "DB_PASSWORD",
-            "aws_secret_access_key",
-        ] {
-            assert!(is_secret(name), "{name}");
-        }
-        for name in [
-            "ENGINE_KV_CACHE_TOKENS",
-            "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU",
-            "ENGINE_MAX_TOKENS_PER_TURN",
-        ] {
-            assert!(!is_secret(name), "{name}");
-        }
     }
 }

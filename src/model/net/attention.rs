@@ -9,7 +9,7 @@ use tch::Tensor;
 
 /// `q [T,nq,d]`, `k` and `v [T,nkv,d]` → `[T, nq*d]`. Query head h reads key head `h / (nq/nkv)`.
 pub(super) fn packed_attention(q: &Tensor, k: &Tensor, v: &Tensor, layout: &PackedLayout) -> Tensor {
-    let (tokens, query_heads) = (q.size()[0], q.size()[1]);
+    let (tokens, query_heads, width) = (q.size()[0], q.size()[1], q.size()[1] * q.size()[2]);
     let groups = query_heads / k.size()[1];
     let widen = |t: &Tensor| {
         if groups == 1 {
@@ -23,6 +23,9 @@ pub(super) fn packed_attention(q: &Tensor, k: &Tensor, v: &Tensor, layout: &Pack
         .map(|s| s.end - s.start)
         .filter(|n| *n > 0)
         .collect();
+    if lengths.is_empty() {
+        return q.reshape([tokens, width]);
+    }
     let split = |t: &Tensor| t.split_with_sizes(&lengths[..], 0);
     let (q, k, v) = (split(q), split(&widen(k)), split(&widen(v)));
     let parts: Vec<Tensor> = q
@@ -31,7 +34,7 @@ pub(super) fn packed_attention(q: &Tensor, k: &Tensor, v: &Tensor, layout: &Pack
         .zip(&v)
         .map(|((q, k), v)| causal_attention(q, k, v))
         .collect();
-    Tensor::cat(&parts, 0).reshape([tokens, -1])
+    Tensor::cat(&parts, 0).reshape([tokens, width])
 }
 
 /// One segment: `[n,heads,d]` each.

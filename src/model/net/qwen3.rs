@@ -89,7 +89,7 @@ impl Qwen3Block {
     }
 
     fn attention(&self, x: &Tensor, layout: &PackedLayout) -> Tensor {
-        let heads = |t: Tensor| t.view([t.size()[0], -1, self.head_dim]);
+        let heads = |t: Tensor| t.view([t.size()[0], t.size()[1] / self.head_dim, self.head_dim]);
         let (cos, sin) = layout.rope(self.rope_theta, self.head_dim);
         let q = rotate(
             &rms_norm(&heads(self.q.apply(x)), &self.q_norm, self.eps),

@@ -197,6 +197,13 @@ fn packed_segments_do_not_see_each_other() {
 }
 
 #[test]
+fn a_row_without_tokens_gives_no_rows() {
+    let none = Tensor::from_slice::<i64>(&[]);
+    let hidden = policy(tiny()).forward_hidden(&none, &PackedLayout::new(&[0], Device::Cpu));
+    assert_eq!(hidden.size(), [0, 16]);
+}
+
+#[test]
 fn packed_gradients_are_the_sum_of_separate_ones() {
     let policy = policy(tiny());
     let lengths = [9, 70, 3];

@@ -9,7 +9,7 @@ pub(super) const RULE: Rule = Rule {
     id: "sandbox",
     what: "A sandbox of the chosen backend starts on this machine.",
     why: "Without it every trial fails in its set-up, and the run trains on nothing.",
-    evidence: "The smallest sandbox, with all namespaces that a trial uses, is started and ended.",
+    evidence: "The static helper is looked for, and the smallest sandbox with all namespaces of a trial is started.",
     fix: "Install bubblewrap, and allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone).",
     check,
 };

@@ -71,6 +71,10 @@ pub trait Sandbox: Send + Sync {
     }
     /// Ends every process of the sandbox and takes its files away.
     async fn delete(self: Box<Self>) -> Result<(), SandboxError>;
+    /// Path of the static helper inside, where the backend brings it along.
+    fn helper(&self) -> Option<&str> {
+        None
+    }
     /// Where the proxy is reachable from inside, over plain HTTP.
     fn proxy_address(&self) -> SocketAddr {
         SocketAddr::from((Ipv4Addr::LOCALHOST, legorl_agent::protocol::PROXY_PORT))

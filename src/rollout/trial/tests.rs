@@ -279,13 +279,12 @@ impl Setup {
     }
 }
 
-/// True if an entry below `dir` has `name` in its name.
+/// True if an entry below `dir` has `name` in its name; what is only left to be deleted does not count.
 fn holds(dir: &Path, name: &str) -> bool {
-    fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .any(|entry| entry.file_name().to_string_lossy().contains(name) || holds(&entry.path(), name))
+    fs::read_dir(dir).into_iter().flatten().flatten().any(|entry| {
+        let found = entry.file_name();
+        found != ".trash" && (found.to_string_lossy().contains(name) || holds(&entry.path(), name))
+    })
 }
 
 const COMPARE: &str = "#!/bin/bash
@@ -398,16 +397,15 @@ async fn a_wrong_answer_is_judged_zero() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_out_of_time_is_still_judged() {
-    let commands = vec!["cp data.txt answer; sleep 600"];
     let setup = Setup::new(
         "[agent]\ntimeout_sec = 1.5\n",
-        COMPARE,
-        Some(commands),
+        "echo 0.5 > /logs/verifier/reward.txt\n",
+        Some(vec!["sleep 600"]),
         CapturedSession::default(),
     );
     let trajectory = setup.finished().await;
     assert_eq!(trajectory.outcome.stop, StopReason::Timeout);
-    assert_eq!(trajectory.outcome.reward, 1.0);
+    assert_eq!(trajectory.outcome.reward, 0.5);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -462,7 +460,11 @@ async fn unusable_verdicts_show_what_was_found() {
         ("sleep 600", DropReason::VerifierTimeout, "within 2 s"),
         ("exit 3", DropReason::VerifierFailed, "exit code 3"),
     ] {
-        let toml = "[verifier]\ntimeout_sec = 2\n";
+        let toml = if reason == DropReason::VerifierTimeout {
+            "[verifier]\ntimeout_sec = 2\n"
+        } else {
+            ""
+        };
         let setup = Setup::new(toml, test, Some(vec![]), CapturedSession::default());
         let detail = setup.failed(reason).await;
         assert!(detail.contains(words), "{test}: {detail}");

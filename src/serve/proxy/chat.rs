@@ -16,10 +16,10 @@ use axum::{
     response::Response,
 };
 use serde_json::{json, Value};
-use std::sync::Arc;
+use std::sync::{atomic::Ordering, Arc};
 
-/// Bodies up to this size are handled on the runtime's threads; larger ones may take long to encode.
-const INLINE_BODY_BYTES: usize = 128 << 10;
+/// New bytes of a body up to which it is handled on the runtime's threads; more may take long to encode.
+const INLINE_NEW_BYTES: usize = 128 << 10;
 
 /// What the reply shall contain.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,7 +63,8 @@ pub async fn completions(
     body: Bytes,
 ) -> Result<Response, ApiError> {
     session.check_open()?;
-    let heavy = body.len() > INLINE_BODY_BYTES;
+    let seen = session.seen_bytes.fetch_max(body.len(), Ordering::Relaxed);
+    let heavy = body.len().saturating_sub(seen) > INLINE_NEW_BYTES;
     let (owner, proxy) = (session.clone(), shared.clone());
     let begun = session.with_state(heavy, move |state| -> Result<(Started, Extras), ApiError> {
         let split = body::split(&body)?;

@@ -10,7 +10,7 @@ use super::{
 use crate::base::{CapturedSession, SessionId, SessionSpec};
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{atomic::AtomicUsize, Arc, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
 use tokio::sync::watch;
@@ -53,6 +53,8 @@ pub struct Session {
     pub spec: SessionSpec,
     /// Set once; running turns watch it.
     pub closed: watch::Sender<Option<Closed>>,
+    /// Length of the largest body so far: what is beyond is new and has to be encoded.
+    pub seen_bytes: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -81,6 +83,7 @@ impl Session {
             secret,
             spec,
             closed: watch::Sender::new(None),
+            seen_bytes: AtomicUsize::new(0),
             state: Mutex::default(),
         }
     }
@@ -138,7 +141,9 @@ impl Session {
         self.check_open()?;
         let limits = &self.spec.limits;
         let window = limits.max_total_tokens as usize;
-        let place = state.tree.place(&shared.renderer, messages, tools, window);
+        let place = state
+            .tree
+            .place(&shared.renderer, messages, tools, request.options(), window);
         let (node, prompt) = match place {
             Ok(Place::Known(node)) => {
                 if let Some(live) = state.live.get(&node) {

@@ -510,6 +510,33 @@ fn replies_cut_by_length_stop_text_or_bad_calls_are_told_apart() {
 }
 
 #[test]
+fn a_session_that_only_talks_is_ended() {
+    let s = setup(vec![
+        text_reply("one<|im_end|>"),
+        text_reply(CALL),
+        text_reply("two<|im_end|>"),
+        text_reply("three<|im_end|>"),
+    ]);
+    let mut silent = spec("task__1");
+    silent.limits.max_consecutive_no_tool = 2;
+    let session = s.proxy.open(silent).unwrap();
+    let answers: Vec<String> = (0..5)
+        .map(|n| {
+            s.chat(
+                &session,
+                json!({"messages": [user(&format!("q{n}"))], "tools": tools()}),
+            )
+            .1["choices"][0]["message"]["content"]
+                .to_string()
+        })
+        .collect();
+    assert_eq!(answers[3], "\"three\"", "a call in between starts the count anew");
+    assert!(answers[4].contains(TURN_LIMIT_NOTICE), "{answers:?}");
+    let captured = s.close(&session);
+    assert_eq!((captured.turns, captured.turn_limit_hit), (4, false));
+}
+
+#[test]
 fn closing_cancelling_and_draining_end_what_runs() {
     let endless = || ScriptedReply {
         token_delay: Duration::from_secs(3600),
@@ -607,6 +634,43 @@ fn the_unix_socket_health_and_metrics_answer_and_a_taken_port_is_named() {
         Proxy::start(config, s.proxy.router().clone()),
         Err(ProxyError::Format(_))
     ));
+}
+
+#[test]
+fn fifty_mebibytes_of_tool_output_are_refused_and_nothing_is_lost() {
+    let replies = ScriptedEngine::new(1 << 20, Box::new(|_, _| text_reply("hello<|im_end|>")));
+    let s = setup_with(replies, 256 << 20);
+    let (session, other) = (s.open("task__1"), s.open("task__2"));
+    assert_eq!(s.chat(&session, json!({"messages": [user("go")]})).0, 200);
+    let next = |content: &str| json!({"messages": [user("go"), {"role": "assistant", "content": "hello"}, user(content)]});
+    std::thread::scope(|scope| {
+        let big = scope.spawn(|| s.chat(&session, next(&"0123456789abcdef".repeat(50 << 16))));
+        let mut served = 0;
+        while !big.is_finished() {
+            let (status, _) = s.chat(
+                &other,
+                json!({"messages": [user(&format!("q{served}"))], "max_tokens": 3}),
+            );
+            served += usize::from(status == 200);
+        }
+        let (status, answer) = big.join().unwrap();
+        assert_eq!(
+            (status, &answer["error"]["code"]),
+            (400, &json!("context_length_exceeded")),
+            "{answer}"
+        );
+        assert!(served > 0, "another session was served meanwhile");
+    });
+    assert_eq!(s.chat(&session, next("less")).0, 200);
+    let captured = s.close(&session);
+    assert_eq!(
+        (
+            captured.turns,
+            captured.sequences.len(),
+            captured.context_overflow
+        ),
+        (2, 1, true)
+    );
 }
 
 #[test]

@@ -21,6 +21,7 @@ use crate::{
 };
 use serde_json::Value;
 use std::{
+    hash::{DefaultHasher, Hash, Hasher},
     sync::{
         atomic::{AtomicBool, Ordering},
         Arc,
@@ -42,6 +43,15 @@ pub struct TurnSpec {
     pub echo_prompt: bool,
     /// The tools, as raw JSON.
     pub tools: Option<Vec<u8>>,
+}
+
+impl TurnSpec {
+    /// A number for what shapes the reply beside the messages.
+    pub fn options(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (self.max_tokens, &self.stop, self.parse_tools).hash(&mut hasher);
+        hasher.finish()
+    }
 }
 
 /// A turn to drive.

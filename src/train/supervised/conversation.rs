@@ -67,7 +67,11 @@ impl TokenStream {
 /// Encodes a rendered conversation. Without `with_head` the system block, which is the same in all
 /// conversations, is left out.
 pub fn encode(tokenizer: &Tokenizer, text: &str, with_head: bool) -> Result<TokenStream, InitError> {
-    let start = if with_head { 0 } else { text.find("<|im_start|>user").unwrap_or(0) };
+    let start = if with_head {
+        0
+    } else {
+        text.find("<|im_start|>user").unwrap_or(0)
+    };
     // The template ends the last turn with a line break, which nobody samples and nobody is asked for.
     let text = text[start..].trim_end_matches('\n');
     let mut stream = TokenStream::default();

@@ -14,7 +14,7 @@ use crate::model::{
     net::{PackedLayout, Policy},
     tokenizer::Tokenizer,
 };
-use rand::{seq::IndexedRandom, SeedableRng};
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -87,7 +87,7 @@ impl Fit<'_> {
         let conversation = Conversation::new(self.template)?;
         let mut streams = Vec::with_capacity(TRANSCRIPTS_PER_STEP);
         while streams.len() < TRANSCRIPTS_PER_STEP {
-            let family = *Family::ALL.choose(rng).unwrap_or(&Family::Write);
+            let family = Family::ALL[rng.random_range(0..Family::ALL.len())];
             let draft = Draft::draw(family, rng);
             if !self.unseen.admits(&draft) {
                 continue;
@@ -103,7 +103,11 @@ impl Fit<'_> {
     /// Mean cross-entropy of the sampled tokens, each predicted from the token before it.
     fn loss(&self, streams: &[TokenStream]) -> Tensor {
         let lengths: Vec<usize> = streams.iter().map(|s| s.ids.len()).collect();
-        let ids: Vec<i64> = streams.iter().flat_map(|s| &s.ids).map(|id| i64::from(*id)).collect();
+        let ids: Vec<i64> = streams
+            .iter()
+            .flat_map(|s| &s.ids)
+            .map(|id| i64::from(*id))
+            .collect();
         let (mut places, mut targets) = (Vec::new(), Vec::new());
         let sampled = streams.iter().flat_map(|s| &s.sampled);
         for (at, _) in sampled.enumerate().filter(|(_, sampled)| **sampled) {
@@ -115,8 +119,11 @@ impl Fit<'_> {
         let hidden = self.policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
         let chosen = hidden.index_select(0, &Tensor::from_slice(&places));
         let logits = chosen.matmul(&self.policy.head_weight().tr());
-        logits
-            .log_softmax(-1, Kind::Float)
-            .g_nll_loss::<&Tensor>(&Tensor::from_slice(&targets), None, Reduction::Mean, -100)
+        logits.log_softmax(-1, Kind::Float).g_nll_loss::<&Tensor>(
+            &Tensor::from_slice(&targets),
+            None,
+            Reduction::Mean,
+            -100,
+        )
     }
 }

@@ -8,7 +8,7 @@
 //!               unseen: refuses what repeats a task of the demo
 //! ```
 //!
-//! The policy learns from transcripts of agents that are right about two times in five ([`Habits`]):
+//! The policy learns from transcripts of agents that are right about one time in three ([`Habits`]):
 //! it can do every task, and often does not. That is what reinforcement learning starts from. The
 //! transcripts are drawn from the same families and the same words as the demo's tasks, and none of
 //! them repeats a task.
@@ -21,23 +21,25 @@ pub mod conversation;
 pub mod families;
 #[cfg(feature = "torch")]
 mod fit;
+#[cfg(feature = "torch")]
+mod measure;
 pub mod model_folder;
 #[cfg(feature = "torch")]
 mod muon;
+#[cfg(feature = "torch")]
+mod start;
 pub mod task_folder;
+#[cfg(all(test, feature = "torch"))]
+mod tests;
 pub mod transcripts;
 pub mod unseen;
 pub mod words;
-#[cfg(feature = "torch")]
-mod start;
 
 #[cfg(feature = "torch")]
 pub use start::{init_policy, InitPolicyOptions, InitReport};
 pub use transcripts::Habits;
 
-use crate::model::{
-    bpe::BpeError, chat_template::TemplateError, hf::ModelError, tokenizer::TokenizerError,
-};
+use crate::model::{bpe::BpeError, chat_template::TemplateError, hf::ModelError, tokenizer::TokenizerError};
 use std::path::{Path, PathBuf};
 
 /// One step of the training loop.

@@ -28,7 +28,8 @@ const TRANSCRIPTS_PER_FAMILY: usize = 200;
 
 /// Learns the tokenizer and writes it with its companions into `dir`.
 pub fn write_tokenizer(dir: &Path, seed: u64) -> Result<(), InitError> {
-    let template = ChatTemplate::from_source(CHAT_TEMPLATE.to_owned(), "chat_template.jinja", HashMap::new())?;
+    let template =
+        ChatTemplate::from_source(CHAT_TEMPLATE.to_owned(), "chat_template.jinja", HashMap::new())?;
     let corpus = corpus(&template, seed)?;
     let bpe = TrainedBpe::train(corpus.iter().map(String::as_str), VOCABULARY_LIMIT)?;
     bpe.save(&dir.join("tokenizer.json"))?;

@@ -2,6 +2,7 @@
 
 use super::{
     fit::{Fit, FitReport},
+    measure::right_path_probability,
     model_folder::{model_config, write_tokenizer},
     unseen::Unseen,
     Habits, InitError, InitProgress,
@@ -52,6 +53,9 @@ pub struct InitReport {
     pub tokens: u64,
     /// Cross-entropy of the last step, in nats a sampled token.
     pub last_loss: f64,
+    /// Probability that the policy takes the right path, mean over fresh tasks at temperature 1: a lower
+    /// bound of the reward that it starts with.
+    pub right_path: f64,
     /// Time from start to the finished folder.
     pub elapsed: Duration,
 }
@@ -92,6 +96,7 @@ pub fn init_policy(
         tokens,
         last_loss,
     } = fit.run(&mut progress)?;
+    let right_path = right_path_probability(&policy, &tokenizer, &template, 8, !options.seed)?;
     save_folder(folder, &policy.config, &policy.export(), None)?;
     draft.publish(output)?;
     Ok(InitReport {
@@ -102,6 +107,7 @@ pub fn init_policy(
         transcripts,
         tokens,
         last_loss,
+        right_path,
         elapsed: started.elapsed(),
     })
 }

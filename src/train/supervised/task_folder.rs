@@ -18,7 +18,8 @@ pub const TASKS_PER_FAMILY: usize = 6;
 
 const SEED: u64 = 7;
 
-/// The demo's tasks: folder name and draft, [`TASKS_PER_FAMILY`] of every family, no two alike.
+/// The demo's tasks: folder name and draft, [`TASKS_PER_FAMILY`] of every family. No two share an
+/// instruction or the command that does it, so no solution solves two tasks.
 pub fn demo_tasks() -> Vec<(String, Draft)> {
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let mut seen = BTreeSet::new();
@@ -27,7 +28,8 @@ pub fn demo_tasks() -> Vec<(String, Draft)> {
         for number in 1..=TASKS_PER_FAMILY {
             let draft = loop {
                 let draft = Draft::draw(family, &mut rng);
-                if seen.insert(draft.instruction.clone()) {
+                if !seen.contains(&draft.act.command) && seen.insert(draft.instruction.clone()) {
+                    seen.insert(draft.act.command.clone());
                     break draft;
                 }
             };
@@ -40,6 +42,11 @@ pub fn demo_tasks() -> Vec<(String, Draft)> {
 /// Writes one task folder below `root` and returns its path.
 pub fn write_task(root: &Path, name: &str, draft: &Draft) -> io::Result<PathBuf> {
     let folder = root.join(name);
+    // A file of an earlier draw would be in the sandbox and nobody would know of it.
+    match fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     for (path, content) in task_files(name, draft) {
         let file = folder.join(path);
         if let Some(parent) = file.parent() {

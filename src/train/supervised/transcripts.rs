@@ -27,10 +27,10 @@ pub struct Habits {
 impl Default for Habits {
     fn default() -> Self {
         Self {
-            idle: 0.2,
+            idle: 0.25,
             list: 0.1,
             stop_early: 0.2,
-            slip: 0.4,
+            slip: 0.45,
         }
     }
 }
@@ -134,7 +134,7 @@ mod tests {
             solved += usize::from(usual.steps.last() == Some(&draft.act));
         }
         // (1 - idle) (1 - list/2) (1 - slip), times (1 - stop_early) in two of eight families.
-        let expected = 0.8 * 0.95 * 0.6 * (0.75 + 0.25 * 0.8);
+        let expected = 0.75 * 0.95 * 0.55 * (0.75 + 0.25 * 0.8);
         let share = solved as f64 / rounds as f64;
         assert!((share - expected).abs() < 0.03, "{share} instead of {expected}");
     }

@@ -28,7 +28,8 @@ impl Unseen {
     /// Adds one task: the text of its instruction and of its solution script.
     pub fn add(&mut self, instruction: &str, solution: &str) {
         self.instructions.insert(instruction.trim().to_owned());
-        let set_up = |line: &&str| line.is_empty() || line.starts_with(['#']) || ["set -e", "cd /app"].contains(line);
+        let set_up =
+            |line: &&str| line.is_empty() || line.starts_with(['#']) || ["set -e", "cd /app"].contains(line);
         let commands = solution.lines().map(str::trim).filter(|line| !set_up(line));
         self.solutions.insert(commands.map(str::to_owned).collect());
     }

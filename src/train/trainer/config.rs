@@ -71,6 +71,13 @@ impl TrainerConfig {
                 return wrong(variable, value.to_string(), "must be at least 1");
             }
         }
+        if self.num_threads < 1 {
+            return wrong(
+                "TORCH_NUM_THREADS",
+                self.num_threads.to_string(),
+                "must be at least 1",
+            );
+        }
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             return wrong(
                 "ROLLOUT_TEMPERATURE",

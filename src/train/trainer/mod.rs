@@ -179,7 +179,7 @@ impl Trainer {
             tracing::warn!(grad_norm, "gradient norm is not finite; this update is skipped");
             self.skipped_updates += 1;
         }
-        timer.lap("update_optimizer", begin);
+        timer.lap("update_actor/optimizer", begin);
         Update { sums, grad_norm }
     }
 
@@ -213,7 +213,7 @@ impl Trainer {
 
                 let begin = Instant::now();
                 let mut kept = network.forward(&packed, learns);
-                timer.lap("update_forward", begin);
+                timer.lap("update_actor/forward", begin);
                 let values = packed.split(std::mem::take(&mut kept.values));
                 let derivatives: Vec<SequenceDerivatives> = micro_batch
                     .iter()
@@ -227,7 +227,7 @@ impl Trainer {
                     let begin = Instant::now();
                     let derivatives = TokenDerivatives::join(&derivatives);
                     network.backward(&packed, kept, &derivatives, &mut gradients);
-                    timer.lap("update_backward", begin);
+                    timer.lap("update_actor/backward", begin);
                 }
             }
         }

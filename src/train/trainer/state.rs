@@ -36,6 +36,7 @@ impl Trainer {
     }
 
     /// Continues from a saved state: the next step gives bit for bit what it would have given then.
+    /// Nothing changes unless all tensors fit.
     pub fn load_state(
         &mut self,
         actor: &[WeightTensor],
@@ -43,8 +44,9 @@ impl Trainer {
         progress: TrainerProgress,
         version: PolicyVersion,
     ) -> Result<(), TrainError> {
+        let moments = self.optimizer.read(optimizer)?;
         self.policy.copy_from(actor)?;
-        self.optimizer.restore(optimizer, progress.optimizer_updates)?;
+        self.optimizer.restore(moments, progress.optimizer_updates);
         self.skipped_updates = progress.skipped_updates;
         self.lr = progress.lr;
         self.version = version;

@@ -17,6 +17,8 @@ use tch::{no_grad, Device, Kind, Tensor};
 const VOCAB: usize = 29;
 
 fn model(seed: i64, deviation: f64, tied: bool) -> Policy {
+    // Tensors this small gain nothing from a second thread, and lose much on a busy machine.
+    tch::set_num_threads(1);
     let mut config = ModelConfig::qwen3(VOCAB, 16, 24, 3, 4, 2, 8);
     config.initializer_range = deviation;
     config.tie_word_embeddings = tied;
@@ -230,7 +232,7 @@ fn gradients_agree_with_finite_differences_of_the_loss() {
     let mut config = with_kl_and_entropy(config());
     config.temperature = 1.3;
     config.objective.aggregation = Aggregation::TokenMean;
-    let batch = batch(5, 2);
+    let batch = batch(5, 1);
     let mut samples = samples(&batch, &config);
     let trainer = Trainer::new(
         config,
@@ -730,4 +732,98 @@ fn bad_data_is_refused_by_name_and_changes_nothing() {
     let mut zero = config();
     zero.head_chunk_tokens = 0;
     assert!(Trainer::new(zero, model(1, 0.2, true), None).is_err());
+}
+
+/// Through the disk: what a checkpoint holds is a model folder twice over, and continues the run.
+#[test]
+fn a_checkpoint_on_disk_loads_as_a_policy_and_resumes() {
+    use crate::train::checkpoint::{CheckpointContent, CheckpointStore, ModelFiles, RunState};
+    let root = tempfile::tempdir().unwrap();
+    let mut trainer = Trainer::new(config(), model(1, 0.2, true), None).unwrap();
+    trainer.step(&batch(80, 2)).unwrap();
+    let saved = trainer.save_state();
+    let store = CheckpointStore::open(root.path()).unwrap();
+    let written = store
+        .write(&CheckpointContent {
+            export: saved.actor.clone(),
+            actor: saved.actor.clone(),
+            optimizer: saved.optimizer.clone(),
+            state: RunState {
+                global_step: 1,
+                weight_version: saved.version,
+                trainer: saved.progress,
+                random: serde_json::Value::Null,
+                buffer: serde_json::Value::Null,
+                history: serde_json::Value::Null,
+                config_fingerprint: String::new(),
+            },
+            model_files: ModelFiles {
+                config: serde_json::to_vec(&trainer.policy.config.to_value())
+                    .unwrap()
+                    .into(),
+                others: Vec::new(),
+            },
+        })
+        .unwrap();
+    let bytes = |tensors: &[crate::base::WeightTensor]| -> Vec<_> {
+        tensors.iter().map(|t| (t.name.clone(), t.data.clone())).collect()
+    };
+    for folder in ["actor", "huggingface"] {
+        let loaded = Policy::load(&written.path.join(folder), Device::Cpu).unwrap();
+        assert_eq!(bytes(&loaded.export()), bytes(&saved.actor), "{folder}");
+    }
+    let read = store.load(&written).unwrap();
+    let mut resumed = Trainer::new(config(), model(2, 0.2, true), None).unwrap();
+    resumed
+        .load_state(
+            &read.actor,
+            &read.optimizer,
+            read.state.trainer,
+            read.state.weight_version,
+        )
+        .unwrap();
+    let next = TrainBatch {
+        step: 2,
+        ..batch(81, 2)
+    };
+    trainer.step(&next).unwrap();
+    resumed.step(&next).unwrap();
+    assert_eq!(
+        bytes(&resumed.save_state().actor),
+        bytes(&trainer.save_state().actor)
+    );
+}
+
+#[test]
+fn a_state_of_another_model_is_refused_and_changes_nothing() {
+    let mut trainer = Trainer::new(config(), model(1, 0.2, true), None).unwrap();
+    let before = trainer.save_state();
+    let mut other = Trainer::new(config(), model(1, 0.2, false), None)
+        .unwrap()
+        .save_state();
+    other.version = PolicyVersion(9);
+    let error = trainer
+        .load_state(&other.actor, &other.optimizer, other.progress, other.version)
+        .unwrap_err();
+    assert!(error.to_string().contains("lm_head.weight"), "{error}");
+    let error = trainer
+        .load_state(
+            &other.actor[..other.actor.len() - 1],
+            &[],
+            other.progress,
+            other.version,
+        )
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("exp_avg.model.embed_tokens.weight"),
+        "{error}"
+    );
+    assert_eq!(trainer.version(), PolicyVersion(0));
+    assert_eq!(trainer.save_state().actor[0].data, before.actor[0].data);
+}
+
+#[test]
+fn a_trainer_moves_to_its_thread() {
+    fn is_send<T: Send>() {}
+    is_send::<Trainer>();
 }

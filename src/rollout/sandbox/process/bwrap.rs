@@ -41,6 +41,14 @@ const FIX_USERNS: &str = "allow user namespaces: sysctl user.max_user_namespaces
      kernel.unprivileged_userns_clone=1 where it exists, kernel.apparmor_restrict_unprivileged_userns=0 or an \
      AppArmor profile for bwrap on Ubuntu; in a container, start it with permission to make namespaces";
 
+const FIX_OVERLAY: &str =
+    "use Linux 5.11 or newer, and a state folder on a local disk (ext4, xfs), not on a \
+     network file system or inside a container's own layers";
+/// What is unavailable when the first process cannot mount its overlay.
+pub const OVERLAY: &str = "overlayfs in user namespaces";
+/// How the first process names that step.
+const OVERLAY_STEP: &str = "mount an overlay";
+
 /// Path of `bwrap`.
 pub fn find() -> Result<PathBuf, SandboxError> {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -89,6 +97,11 @@ impl Launch {
         let log_too = log.try_clone().map_err(|e| io("open the log of", e))?;
         limits.setup.forward_proxy = spec.proxy_socket.is_some();
         limits.setup.overlay = root.overlay;
+        limits.setup.carried = root.carried.clone();
+        if root.overlay && spec.proxy_socket.is_some() {
+            let socket = PROXY_SOCKET_PATH.trim_start_matches('/');
+            limits.setup.carried.push(socket.to_string());
+        }
 
         let mut command = Command::new(bwrap);
         command
@@ -161,6 +174,13 @@ impl Launch {
 /// The error for what bubblewrap wrote before it gave up.
 pub fn explain(name: &str, log: &str) -> SandboxError {
     let log = log.trim();
+    if log.contains(OVERLAY_STEP) {
+        return SandboxError::Unavailable {
+            what: OVERLAY.into(),
+            detail: log.into(),
+            fix: FIX_OVERLAY.into(),
+        };
+    }
     let forbidden = [
         "namespace",
         "uid map",
@@ -205,9 +225,10 @@ fn arguments(spec: &SandboxSpec, root: &Root, helper: &Path) -> Result<Vec<OsStr
         .chain(more)
         .for_each(|cap| args.add(["--cap-add", cap]));
 
-    args.bind("--bind", &root.base, "/");
-    for (source, target) in &root.binds {
-        args.bind("--ro-bind", source, target);
+    let kind = |writable: bool| if writable { "--bind" } else { "--ro-bind" };
+    args.bind(kind(!root.read_only), &root.base, "/");
+    for (source, target, writable) in &root.binds {
+        args.bind(kind(*writable), source, target);
     }
     args.add(["--proc", "/proc"]);
     args.add(["--ro-bind", KERNEL_SETTINGS, KERNEL_SETTINGS]);

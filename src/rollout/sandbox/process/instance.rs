@@ -4,20 +4,20 @@
 //! <state_dir>/<owner>-<pid>-<random>/   one a backend
 //!     lock        flock held as long as the process lives
 //!     owner       text
-//!     .etc/       see `root`
+//!     .base/      see `root`
 //!     .trash/     folders of ended sandboxes, until a thread has deleted them
-//!     <sandbox>/  root/ (files), bwrap.log, labels, pid ("pid start-time"), cgroups (one folder a line)
+//!     <sandbox>/  files of the sandbox, bwrap.log, and `record`: labels, pid with start time, cgroups
 //! ```
 //!
-//! A folder whose lock can be taken belongs to a dead process. Reaping ends what its `pid` and `cgroups`
-//! files name, if the process is still the one that was meant, and removes the folder. Folders of other
+//! A folder whose lock can be taken belongs to a dead process. Reaping ends what the records name, if
+//! the process is still the one that was meant, and removes the folder. Folders of other
 //! owners and of living processes are never touched.
 
+use super::limits;
 use super::spawner::Spawner;
-use super::{limits, root};
 use crate::rollout::sandbox::{SandboxError, SandboxSpec};
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-const ETC: &str = ".etc";
+const RECORD: &str = "record";
 const TRASH: &str = ".trash";
 
 /// The folder of one backend in one process.
@@ -78,7 +78,6 @@ impl Instance {
         make_dirs(&hidden)?;
         let file = hidden.join("owner");
         fs::write(&file, owner).map_err(|e| SandboxError::io("write", &file, e))?;
-        root::copy_etc(&hidden.join(ETC))?;
         make_dirs(&hidden.join(TRASH))?;
         let lock_path = hidden.join("lock");
         let lock = File::create(&lock_path).map_err(|e| SandboxError::io("create", &lock_path, e))?;
@@ -110,11 +109,6 @@ impl Instance {
     /// Name that is unique on this machine.
     pub fn tag(&self) -> &str {
         &self.tag
-    }
-
-    /// The shared copy of `/etc`.
-    pub fn etc(&self) -> PathBuf {
-        self.path.join(ETC)
     }
 
     fn sandboxes(&self) -> Vec<PathBuf> {
@@ -149,13 +143,9 @@ impl Instance {
             path,
         };
         let labels = &spec.labels;
-        folder.write(
-            "labels",
-            &format!(
-                "run={}\ntrial={}\nowner={}\n",
-                labels.run, labels.trial, labels.owner
-            ),
-        )?;
+        folder.record("run", &labels.run)?;
+        folder.record("trial", &labels.trial)?;
+        folder.record("owner", &labels.owner)?;
         Ok(folder)
     }
 }
@@ -189,10 +179,13 @@ impl Folder {
         &self.path
     }
 
-    /// Writes a small file.
-    pub fn write(&self, name: &str, text: &str) -> Result<(), SandboxError> {
-        let path = self.path.join(name);
-        fs::write(&path, text).map_err(|e| SandboxError::io("write", path, e))
+    /// Adds a line to the record, for whoever finds the folder later.
+    pub fn record(&self, key: &str, value: &str) -> Result<(), SandboxError> {
+        let path = self.path.join(RECORD);
+        let line = format!("{key}={}\n", value.replace('\n', " "));
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        file.and_then(|mut f| f.write_all(line.as_bytes()))
+            .map_err(|e| SandboxError::io("write", path, e))
     }
 
     /// Takes the folder away at once; its files are deleted in the background.
@@ -264,22 +257,22 @@ fn sandboxes_in(instance: &Path) -> io::Result<Vec<PathBuf>> {
 
 /// Kills the recorded process, if it is still the same one, and removes the control groups.
 fn end_leftover(sandbox: &Path) {
-    if let Some((pid, start)) = fs::read_to_string(sandbox.join("pid"))
-        .ok()
-        .and_then(|text| text.split_once(' ').map(|(p, s)| (p.to_string(), s.to_string())))
-        .and_then(|(p, s)| Some((p.parse::<i32>().ok()?, s)))
-    {
+    let record = fs::read_to_string(sandbox.join(RECORD)).unwrap_or_default();
+    let values = |key: &'static str| {
+        record
+            .lines()
+            .filter_map(move |l| l.strip_prefix(key)?.strip_prefix('='))
+    };
+    for (pid, start) in values("pid").filter_map(|v| v.split_once(' ')) {
+        let Ok(pid) = pid.parse::<i32>() else { continue };
         let deadline = Instant::now() + Duration::from_secs(5);
-        while start_time(pid).as_deref() == Some(start.as_str()) && Instant::now() < deadline {
+        while start_time(pid).as_deref() == Some(start) && Instant::now() < deadline {
             // SAFETY: kill with integer arguments; the start time says that it is our process.
             unsafe { libc::kill(pid, libc::SIGKILL) };
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-    for group in fs::read_to_string(sandbox.join("cgroups"))
-        .unwrap_or_default()
-        .lines()
-    {
+    for group in values("cgroup") {
         limits::remove_group(Path::new(group));
     }
 }
@@ -372,7 +365,7 @@ mod tests {
             let dead = state.path().join(format!("{owner}-1-dead"));
             fs::create_dir_all(dead.join("one/root/closed")).unwrap();
             fs::create_dir_all(dead.join("two")).unwrap();
-            fs::set_permissions(dead.join("one/root/closed"), fs::Permissions::from_mode(0)).unwrap();
+            fs::set_permissions(dead.join("one/root/closed"), fs::Permissions::from_mode(0o0)).unwrap();
             fs::write(dead.join("owner"), owner).unwrap();
             fs::write(dead.join("lock"), "").unwrap();
         }
@@ -388,15 +381,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id() as i32;
-        fs::write(dir.path().join("pid"), format!("{pid} 1")).unwrap();
+        fs::write(dir.path().join(RECORD), format!("pid={pid} 1\n")).unwrap();
         end_leftover(dir.path());
         assert!(
             child.try_wait().unwrap().is_none(),
             "a process that reused the id was killed"
         );
         fs::write(
-            dir.path().join("pid"),
-            format!("{pid} {}", start_time(pid).unwrap()),
+            dir.path().join(RECORD),
+            format!(
+                "trial=t
+pid={pid} {}
+",
+                start_time(pid).unwrap()
+            ),
         )
         .unwrap();
         end_leftover(dir.path());

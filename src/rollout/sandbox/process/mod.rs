@@ -34,6 +34,7 @@ use super::{
     dockerfile, BackendReport, ExecSpec, Labels, LimitsBy, Sandbox, SandboxBackend, SandboxError, SandboxSpec,
 };
 use async_trait::async_trait;
+use root::{Base, Layout};
 use running::ProcessSandbox;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -61,6 +62,7 @@ pub struct ProcessBackendConfig {
 pub struct ProcessBackend {
     config: ProcessBackendConfig,
     instance: OnceCell<Arc<instance::Instance>>,
+    base: OnceCell<Arc<Base>>,
     limiter: OnceCell<Arc<limits::Limiter>>,
 }
 
@@ -70,6 +72,7 @@ impl ProcessBackend {
         Self {
             config,
             instance: OnceCell::new(),
+            base: OnceCell::new(),
             limiter: OnceCell::new(),
         }
     }
@@ -103,19 +106,49 @@ impl ProcessBackend {
         self.limiter.get_or_try_init(make).await.cloned()
     }
 
+    /// The shared part of all roots. A first sandbox proves that an overlay can be mounted; without
+    /// `SANDBOX_ROOTFS` there is another layout, and the report says so.
+    async fn base(&self) -> Result<Arc<Base>, SandboxError> {
+        let make = || async {
+            let overlay = self.make_base(Layout::Overlay).await?;
+            let probe = SandboxSpec::new(format!("overlay-{}", std::process::id()));
+            match self.boot_on(&probe, overlay.clone()).await {
+                Ok(sandbox) => Box::new(sandbox).delete().await.map(|()| overlay),
+                Err(SandboxError::Unavailable { what, detail, .. })
+                    if what == bwrap::OVERLAY && self.config.rootfs.is_none() =>
+                {
+                    let because = detail.lines().last().unwrap_or_default().to_string();
+                    self.make_base(Layout::Folders { because }).await
+                }
+                Err(e) => Err(e),
+            }
+        };
+        self.base.get_or_try_init(make).await.cloned()
+    }
+
+    async fn make_base(&self, layout: Layout) -> Result<Arc<Base>, SandboxError> {
+        let (instance, rootfs) = (self.instance().await?, self.config.rootfs.clone());
+        let make = move || Base::create(&instance, layout, rootfs.as_deref()).map(Arc::new);
+        blocking("making the shared part of sandboxes", make).await
+    }
+
     /// Starts namespaces and the first process, without the task's Dockerfile.
     async fn boot(&self, spec: &SandboxSpec) -> Result<ProcessSandbox, SandboxError> {
+        let base = self.base().await?;
+        self.boot_on(spec, base).await
+    }
+
+    async fn boot_on(&self, spec: &SandboxSpec, base: Arc<Base>) -> Result<ProcessSandbox, SandboxError> {
         let helper = helper::resolve(self.config.helper.as_deref())?;
         let bwrap = bwrap::find()?;
         let (instance, limiter) = (self.instance().await?, self.limiter().await?);
-        let (spec, rootfs) = (spec.clone(), self.config.rootfs.clone());
-        let maker = instance.clone();
+        let (spec, maker) = (spec.clone(), instance.clone());
         let launch = blocking("making the sandbox folder", move || {
             root::check_hidden(&spec, maker.path())?;
             let folder = maker.sandbox(&spec)?;
-            let root = root::Root::prepare(&folder, &maker.etc(), rootfs.as_deref())?;
-            let group = limiter.limit(&spec, &folder)?;
-            bwrap::Launch::new(bwrap, helper, spec, folder, root, group)
+            let root = base.root(&folder)?;
+            let limits = limiter.limit(&spec, &folder)?;
+            bwrap::Launch::new(bwrap, helper, spec, folder, root, limits)
         })
         .await?;
         launch.start(instance, BOOT_TIMEOUT).await
@@ -152,9 +185,12 @@ impl SandboxBackend for ProcessBackend {
         Ok(BackendReport {
             runtime,
             limits: self.limits().await?,
-            root: match &self.config.rootfs {
-                None => "of this machine's system folders".into(),
-                Some(tree) => format!("`{}`", tree.display()),
+            root: match (&self.config.rootfs, self.base().await?.layout()) {
+                (Some(tree), _) => format!("`{}` under an overlay", tree.display()),
+                (None, Layout::Overlay) => "of this machine's system folders under an overlay".into(),
+                (None, Layout::Folders { because }) => {
+                    format!("of this machine's system folders and private folders (no overlay: {because})")
+                }
             },
             probe,
         })

@@ -1,17 +1,22 @@
 //! What a sandbox sees as its file system.
 //!
-//! Without `SANDBOX_ROOTFS` the root is a private folder with the system folders of this machine bound
-//! into it read-only: `/usr`, `/bin`, `/sbin`, `/lib*`. Of `/etc` only what programs need and what holds
-//! no secrets ([`ETC`]) is there, as links to a copy that all sandboxes of a backend share. Everything
-//! else (`/tmp`, `/root`, `/app`, `/logs`, `/var`, …) begins empty and is writable.
-//! With `SANDBOX_ROOTFS` the root is that tree, and what is written goes to a private overlay.
+//! Without `SANDBOX_ROOTFS` the root holds the system folders of this machine, read-only (`/usr`, `/bin`,
+//! `/sbin`, `/lib*`), of `/etc` a copy of what programs need and what holds no secrets ([`ETC`]), and
+//! empty folders (`/tmp`, `/root`, `/app`, `/logs`, `/var`, …). With it the root is that tree. In both cases
+//! the root can be written, and what is written is private to the sandbox and goes with it.
 //!
-//! Few binds and few folders, since each costs a start up to half a millisecond.
+//! | [`Layout`] | A new sandbox makes | Used |
+//! |---|---|---|
+//! | overlay | an empty upper layer over a lower one that all sandboxes of a backend share | where the kernel permits it (Linux 5.11, a state folder that can be an upper layer) |
+//! | folders | all folders anew; `/etc` as links into a shared, read-only copy | elsewhere; not with `SANDBOX_ROOTFS` |
+//!
+//! Few folders and few binds, since each may cost a start milliseconds.
 //!
 //! Invariant: no home folder, task, run folder or other mount of the machine is visible.
 
-use super::instance::Folder;
+use super::instance::{Folder, Instance};
 use crate::rollout::sandbox::{SandboxError, SandboxSpec};
+use legorl_agent::protocol::{HELPER_PATH, PROXY_SOCKET_PATH};
 use std::fs;
 use std::os::unix::fs::{symlink, DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -20,10 +25,8 @@ use std::path::{Path, PathBuf};
 const SYSTEM: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
 /// Where the shared copy of `/etc` is bound.
 const SHARED_ETC: &str = "/run/legorl/etc";
-/// Parts of `/etc` that hold no secrets: loader, alternatives, certificates, time zone, names of ports.
-pub const ETC: [&str; 14] = [
-    "alternatives",
-    "ca-certificates.conf",
+/// Parts of `/etc` that hold no secrets: loader, certificates, time zone, names of ports.
+pub const ETC: [&str; 12] = [
     "crypto-policies",
     "ld.so.cache",
     "ld.so.conf",
@@ -31,12 +34,14 @@ pub const ETC: [&str; 14] = [
     "localtime",
     "magic",
     "mime.types",
-    "pki/ca-trust",
+    "pki/ca-trust/extracted/pem",
     "pki/tls/certs",
     "services",
-    "ssl/certs",
+    "ssl/certs/ca-certificates.crt",
     "ssl/openssl.cnf",
 ];
+/// Hundreds of links, cheaper to bind than to copy: which program stands behind a name.
+const ALTERNATIVES: &str = "etc/alternatives";
 /// Folders that every sandbox has.
 const FOLDERS: [&str; 16] = [
     "app",
@@ -68,78 +73,197 @@ const FILES: [(&str, &str); 5] = [
     ("etc/resolv.conf", ""),
 ];
 
-/// A prepared root.
+/// How the private part of a root is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// An overlay that the first process mounts.
+    Overlay,
+    /// Plain folders.
+    Folders {
+        /// Why there is no overlay.
+        because: String,
+    },
+}
+
+/// What all sandboxes of a backend share.
+#[derive(Debug)]
+pub struct Base {
+    layout: Layout,
+    rootfs: Option<PathBuf>,
+    /// Overlay: the first root, with the shared layer in `lower`. Folders: the shared `/etc`.
+    path: PathBuf,
+    /// System folders to bind, and links in their places.
+    system: Vec<(String, Option<PathBuf>)>,
+}
+
+/// The root of one sandbox.
 #[derive(Debug)]
 pub struct Root {
     /// Folder that becomes `/` of the namespace.
     pub base: PathBuf,
-    /// Read-only binds: source, and path in the namespace.
-    pub binds: Vec<(PathBuf, String)>,
-    /// The first process is to lay an overlay over `/lower` and make it its root.
+    /// Only the overlay is written.
+    pub read_only: bool,
+    /// Binds: source, path in the namespace, writable.
+    pub binds: Vec<(PathBuf, String, bool)>,
+    /// The first process lays an overlay over `/lower` and makes it its root.
     pub overlay: bool,
+    /// What it takes along from the first root.
+    pub carried: Vec<String>,
 }
 
-impl Root {
-    /// Makes the private folder; `etc` is what [`copy_etc`] made.
-    pub fn prepare(folder: &Folder, etc: &Path, rootfs: Option<&Path>) -> Result<Self, SandboxError> {
-        let base = folder.path().join("root");
-        match rootfs {
-            None => host_root(base, etc),
-            Some(tree) => tree_root(base, tree),
+impl Base {
+    /// Makes the shared part.
+    pub fn create(instance: &Instance, layout: Layout, rootfs: Option<&Path>) -> Result<Self, SandboxError> {
+        if let Some(tree) = rootfs.filter(|t| !t.is_dir()) {
+            let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
+            return Err(SandboxError::io("use SANDBOX_ROOTFS", tree, missing));
         }
+        let name = match layout {
+            Layout::Overlay => ".base",
+            Layout::Folders { .. } => ".etc",
+        };
+        let base = Self {
+            layout,
+            rootfs: rootfs.map(Path::to_path_buf),
+            path: instance.path().join(name),
+            system: if rootfs.is_some() {
+                Vec::new()
+            } else {
+                system_folders()?
+            },
+        };
+        match base.layout {
+            Layout::Overlay => base.make_first_root()?,
+            Layout::Folders { .. } => copy_etc(&base.path)?,
+        }
+        Ok(base)
+    }
+
+    /// How roots are made.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Makes the private part of a sandbox.
+    pub fn root(&self, folder: &Folder) -> Result<Root, SandboxError> {
+        match self.layout {
+            Layout::Overlay => self.overlay_root(folder),
+            Layout::Folders { .. } => self.folder_root(folder),
+        }
+    }
+
+    /// Every place that bubblewrap covers must be there, since the first root is not written.
+    fn make_first_root(&self) -> Result<(), SandboxError> {
+        for name in ["dev", "layer", "lower", "new", "proc", "run/legorl"] {
+            make_dir(&self.path.join(name), 0o755)?;
+        }
+        for (name, link) in &self.system {
+            if link.is_none() {
+                make_dir(&self.path.join(name), 0o755)?;
+            }
+        }
+        let lower = self.path.join("lower");
+        let mut roots = vec![self.path.as_path()];
+        if self.rootfs.is_none() {
+            make_missing(&lower, None)?;
+            copy_etc(&lower.join("etc"))?;
+            self.link_system(&lower)?;
+            roots.push(&lower);
+        }
+        for root in roots {
+            for name in [HELPER_PATH, PROXY_SOCKET_PATH] {
+                let path = root.join(name.trim_start_matches('/'));
+                fs::write(&path, "").map_err(|e| SandboxError::io("write", path, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn overlay_root(&self, folder: &Folder) -> Result<Root, SandboxError> {
+        let layer = folder.path().join("layer");
+        for name in ["upper", "work"] {
+            make_dir(&layer.join(name), 0o755)?;
+        }
+        let mut binds = vec![(layer.clone(), "/layer".to_string(), true)];
+        if let Some(tree) = &self.rootfs {
+            make_missing(&layer.join("upper"), Some(tree))?;
+            binds.push((tree.clone(), "/lower".into(), false));
+        }
+        let mut carried = ["proc", "dev"].map(str::to_string).to_vec();
+        for (name, _) in self.system.iter().filter(|(_, link)| link.is_none()) {
+            binds.push((Path::new("/").join(name), format!("/{name}"), false));
+            carried.push(name.clone());
+        }
+        carried.push(HELPER_PATH.trim_start_matches('/').into());
+        Ok(Root {
+            base: self.path.clone(),
+            read_only: true,
+            binds,
+            overlay: true,
+            carried,
+        })
+    }
+
+    fn folder_root(&self, folder: &Folder) -> Result<Root, SandboxError> {
+        let base = folder.path().join("root");
+        make_missing(&base, None)?;
+        make_dir(&base.join("run/legorl/etc"), 0o755)?;
+        self.link_system(&base)?;
+        let mut binds = vec![(self.path.clone(), SHARED_ETC.to_string(), false)];
+        for (name, _) in self.system.iter().filter(|(_, link)| link.is_none()) {
+            binds.push((Path::new("/").join(name), format!("/{name}"), false));
+        }
+        let mut linked = Vec::new();
+        for name in ETC {
+            // One link for all that is below a folder such as `ssl`.
+            let top = name.split('/').next().unwrap_or(name);
+            if !linked.contains(&top) && fs::symlink_metadata(self.path.join(top)).is_ok() {
+                link(&Path::new(SHARED_ETC).join(top), &base.join("etc").join(top))?;
+                linked.push(top);
+            }
+        }
+        Ok(Root {
+            base,
+            read_only: false,
+            binds,
+            overlay: false,
+            carried: Vec::new(),
+        })
+    }
+
+    fn link_system(&self, root: &Path) -> Result<(), SandboxError> {
+        for (name, target) in &self.system {
+            if let Some(target) = target {
+                link(target, &root.join(name))?;
+            }
+        }
+        Ok(())
     }
 }
 
-fn host_root(base: PathBuf, etc: &Path) -> Result<Root, SandboxError> {
-    make_missing(&base, None)?;
-    make_dir(&base.join("run/legorl/etc"), 0o755)?;
-    let mut binds = vec![(etc.to_path_buf(), SHARED_ETC.to_string())];
-    let link = |target: PathBuf, path: PathBuf| {
-        symlink(target, &path).map_err(|e| SandboxError::io("create the link", path, e))
-    };
+/// The system folders of this machine, `/etc/alternatives` among them: bound, or links as
+/// `/bin -> usr/bin`.
+fn system_folders() -> Result<Vec<(String, Option<PathBuf>)>, SandboxError> {
+    let mut found = Vec::new();
     for name in SYSTEM {
         let host = Path::new("/").join(name);
-        let Ok(meta) = fs::symlink_metadata(&host) else {
-            continue;
-        };
-        if meta.is_symlink() {
-            let target = fs::read_link(&host).map_err(|e| SandboxError::io("read", &host, e))?;
-            link(target, base.join(name))?;
-        } else {
-            binds.push((host, format!("/{name}")));
+        match fs::symlink_metadata(&host) {
+            Ok(meta) if meta.is_symlink() => {
+                let target = fs::read_link(&host).map_err(|e| SandboxError::io("read", &host, e))?;
+                found.push((name.to_string(), Some(target)));
+            }
+            Ok(_) => found.push((name.to_string(), None)),
+            Err(_) => {}
         }
     }
-    let mut linked = Vec::new();
-    for name in ETC {
-        // One link for all that is below a folder such as `ssl`.
-        let top = name.split('/').next().unwrap_or(name);
-        if !linked.contains(&top) && fs::symlink_metadata(etc.join(top)).is_ok() {
-            link(Path::new(SHARED_ETC).join(top), base.join("etc").join(top))?;
-            linked.push(top);
-        }
+    if Path::new("/").join(ALTERNATIVES).is_dir() {
+        found.push((ALTERNATIVES.to_string(), None));
     }
-    Ok(Root {
-        base,
-        binds,
-        overlay: false,
-    })
+    Ok(found)
 }
 
-/// The tree is the lower side of an overlay whose upper side lies in `base`.
-fn tree_root(base: PathBuf, tree: &Path) -> Result<Root, SandboxError> {
-    if !tree.is_dir() {
-        let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
-        return Err(SandboxError::io("use SANDBOX_ROOTFS", tree, missing));
-    }
-    make_missing(&base.join("layer/upper"), Some(tree))?;
-    for name in ["lower", "layer/work", "new", "proc", "dev", "run/legorl"] {
-        make_dir(&base.join(name), 0o755)?;
-    }
-    Ok(Root {
-        base,
-        binds: vec![(tree.to_path_buf(), "/lower".into())],
-        overlay: true,
-    })
+fn link(target: &Path, path: &Path) -> Result<(), SandboxError> {
+    symlink(target, path).map_err(|e| SandboxError::io("create the link", path, e))
 }
 
 /// Makes the folders and files that every sandbox has, but for those that the tree brings.
@@ -163,7 +287,7 @@ fn make_missing(root: &Path, tree: Option<&Path>) -> Result<(), SandboxError> {
 }
 
 /// Copies [`ETC`] of this machine. What cannot be read by this user is left out.
-pub fn copy_etc(to: &Path) -> Result<(), SandboxError> {
+fn copy_etc(to: &Path) -> Result<(), SandboxError> {
     make_dir(to, 0o755)?;
     for name in ETC {
         let target = to.join(name);
@@ -173,7 +297,14 @@ pub fn copy_etc(to: &Path) -> Result<(), SandboxError> {
         copy_readable(&Path::new("/etc").join(name), &target)?;
     }
     // Folders of this machine that turned out to be empty would hide nothing but the fact.
-    for name in ["ssl", "pki/tls", "pki"] {
+    for name in [
+        "ssl/certs",
+        "ssl",
+        "pki/ca-trust/extracted",
+        "pki/ca-trust",
+        "pki/tls",
+        "pki",
+    ] {
         fs::remove_dir(to.join(name)).ok();
     }
     Ok(())

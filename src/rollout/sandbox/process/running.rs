@@ -7,7 +7,7 @@ use super::limits::Group;
 use crate::rollout::sandbox::dockerfile::Image;
 use crate::rollout::sandbox::{ExecResult, ExecSpec, LogFile, Sandbox, SandboxError, SandboxSpec};
 use async_trait::async_trait;
-use legorl_agent::protocol::{Reply, Request, CHUNK};
+use legorl_agent::protocol::{Reply, Request, CHUNK, HELPER_PATH};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -46,7 +46,7 @@ impl Body {
     ) -> Self {
         let pid = child.id() as i32;
         let record = format!("{pid} {}", start_time(pid).unwrap_or_default());
-        if let Err(e) = folder.write("pid", &record) {
+        if let Err(e) = folder.record("pid", &record) {
             tracing::warn!(error = ?e, "sandbox cannot be reaped if this process is killed");
         }
         Self {
@@ -371,6 +371,10 @@ impl Sandbox for ProcessSandbox {
             }
         };
         self.within(None, &during, work).await
+    }
+
+    fn helper(&self) -> Option<&str> {
+        Some(HELPER_PATH)
     }
 
     async fn delete(mut self: Box<Self>) -> Result<(), SandboxError> {

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 const NAME: &str = "mini";
 /// Where the agent's files lie inside.
-const FOLDER: &str = "/run/legorl/mini";
+const FOLDER: &str = "/run/legorl-mini";
 /// Exit status of the agent when it has made all its model calls.
 const TURN_LIMIT: i32 = 3;
 /// Bytes of the agent's log that are kept.
@@ -56,10 +56,17 @@ impl Mini {
         })
     }
 
+    /// Path of the agent's program inside.
+    fn program(sandbox: &dyn Sandbox) -> String {
+        sandbox
+            .helper()
+            .map_or_else(|| format!("{FOLDER}/agent"), str::to_string)
+    }
+
     fn command(&self, sandbox: &dyn Sandbox, request: &AgentRequest) -> ExecSpec {
         let endpoint = &request.endpoint;
         let mut argv = vec![
-            format!("{FOLDER}/agent"),
+            Self::program(sandbox),
             "mini".into(),
             "--instruction-file".into(),
             format!("{FOLDER}/instruction.md"),
@@ -108,9 +115,14 @@ impl Scaffold for Mini {
     }
 
     async fn setup(&self, sandbox: &dyn Sandbox) -> Result<(), ScaffoldError> {
+        if sandbox.helper().is_some() {
+            return Ok(());
+        }
         let helper = self.helper()?;
-        let inside = format!("{FOLDER}/agent");
-        sandbox.upload(&helper, &inside).await.map_err(failed)
+        sandbox
+            .upload(&helper, &Self::program(sandbox))
+            .await
+            .map_err(failed)
     }
 
     async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {

@@ -212,3 +212,31 @@ fn unusable_indexes_are_refused_by_file_and_row() {
     write_parquet(&file, vec![("prompt", text(&["there", "gone"]))]);
     refused(&["row 1", "/gone does not exist"]);
 }
+
+#[test]
+fn the_first_path_of_a_row_wins() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["harbor", "plain", "prompt"] {
+        write_task(&folder.path().join(name), "");
+    }
+    let file = folder.path().join("index.parquet");
+    let infos = [
+        r#"{"harbor_task_path": "harbor", "task_path": "plain"}"#,
+        r#"{"harbor_task_path": "", "task_path": "plain"}"#,
+        r#"{"harbor_task_path": null}"#,
+    ];
+    write_parquet(
+        &file,
+        vec![
+            ("extra_info", Arc::new(StringArray::from(infos.to_vec()))),
+            ("prompt", Arc::new(StringArray::from(vec!["prompt"; 3]))),
+        ],
+    );
+    let index = TaskIndex::open(&file).unwrap();
+    let dirs: Vec<_> = index
+        .rows()
+        .iter()
+        .map(|row| row.dir.file_name().unwrap().to_owned())
+        .collect();
+    assert_eq!(dirs, ["harbor", "plain", "prompt"]);
+}

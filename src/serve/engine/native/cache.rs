@@ -28,11 +28,14 @@ pub(super) struct KvCache {
 unsafe impl Sync for KvCache {}
 
 impl KvCache {
-    /// Zeroed memory: a page that was never written must not hold NaN.
+    /// Zeroed memory: a page that was never written must not hold NaN. The system provides it page by page
+    /// as it is used.
     pub(super) fn new(num_layers: usize, num_pages: usize, num_heads: usize, head_dim: usize) -> Self {
         let size = num_layers * num_pages * num_heads * 2 * PAGE_TOKENS * head_dim;
+        let zeroed = Box::into_raw(vec![0.0f32; size].into_boxed_slice());
         Self {
-            memory: (0..size).map(|_| UnsafeCell::new(0.0)).collect(),
+            // SAFETY: the pointer was just taken out of a box, and UnsafeCell<f32> has the layout of f32.
+            memory: unsafe { Box::from_raw(zeroed as *mut [UnsafeCell<f32>]) },
             num_pages,
             num_heads,
             head_dim,

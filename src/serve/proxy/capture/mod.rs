@@ -86,6 +86,8 @@ pub struct Node {
     sampled: Vec<SampledToken>,
     /// The reply as the agent received it; `None` while it is generated.
     reply: Option<Reply>,
+    /// What else its request asked for.
+    options: u64,
     removed: bool,
 }
 
@@ -145,13 +147,15 @@ fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
 }
 
 impl Tree {
-    /// Places a request: its messages and tools as raw JSON, not yet parsed. A prompt of certainly more
-    /// than `limit` tokens is refused.
+    /// Places a request: its messages and tools as raw JSON, not yet parsed. `options` stands for all else
+    /// that shapes its reply: the same messages with other options are another turn. A prompt of certainly
+    /// more than `limit` tokens is refused.
     pub fn place(
         &mut self,
         renderer: &Renderer,
         messages: &[&[u8]],
         tools: Option<&[u8]>,
+        options: u64,
         limit: usize,
     ) -> Result<Place, CaptureError> {
         let mut parent = None;
@@ -175,10 +179,13 @@ impl Tree {
             let Some(end) = self.match_delta(id, messages, start)? else {
                 continue;
             };
-            if end == messages.len() {
-                return Ok(Place::Known(id));
-            }
             let node = &mut self.nodes[id];
+            if end == messages.len() {
+                if node.options == options {
+                    return Ok(Place::Known(id));
+                }
+                continue;
+            }
             let Some(reply) = &mut node.reply else {
                 continue;
             };
@@ -190,7 +197,7 @@ impl Tree {
             }
             roots.extend(node.children.iter().map(|child| (*child, end + 1)));
         }
-        self.grow(renderer, parent, &messages[used..], tools, limit)
+        self.grow(renderer, parent, &messages[used..], tools, options, limit)
     }
 
     /// The index after the turn's delta, if the messages from `start` repeat it.
@@ -219,6 +226,7 @@ impl Tree {
         parent: Option<NodeId>,
         new: &[&[u8]],
         tools: Option<&[u8]>,
+        options: u64,
         limit: usize,
     ) -> Result<Place, CaptureError> {
         let values = new.iter().map(|raw| parse(raw)).collect::<Result<Vec<_>, _>>()?;
@@ -261,6 +269,7 @@ impl Tree {
             delta_tokens: tokens.into(),
             sampled: Vec::new(),
             reply: None,
+            options,
             removed: false,
         });
         match parent {

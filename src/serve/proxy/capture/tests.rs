@@ -6,7 +6,9 @@ use crate::{
         tokenizer::{testing, Tokenizer},
     },
 };
+use proptest::prelude::*;
 use serde_json::{json, Map};
+use std::sync::OnceLock;
 
 fn renderer() -> Renderer {
     let dir = tempfile::tempdir().unwrap();
@@ -19,6 +21,7 @@ struct Session {
     renderer: Renderer,
     tree: Tree,
     tools: Option<Value>,
+    options: u64,
 }
 
 impl Session {
@@ -27,6 +30,7 @@ impl Session {
             renderer: renderer(),
             tree: Tree::default(),
             tools,
+            options: 0,
         }
     }
 
@@ -35,7 +39,13 @@ impl Session {
         let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
         let tools = self.tools.as_ref().map(Value::to_string);
         self.tree
-            .place(&self.renderer, &raw, tools.as_deref().map(str::as_bytes), 1 << 20)
+            .place(
+                &self.renderer,
+                &raw,
+                tools.as_deref().map(str::as_bytes),
+                self.options,
+                1 << 20,
+            )
             .unwrap()
     }
 
@@ -228,6 +238,26 @@ fn identical_requests_are_known_and_removed_turns_leave_no_trace() {
 }
 
 #[test]
+fn the_same_messages_with_other_options_are_sampled_anew() {
+    let mut s = Session::new(None);
+    s.turn(&[user("q")], &assistant("a"), "a");
+    s.options = 1;
+    let prompt = s.turn(&[user("q")], &assistant("ab"), "ab<|im_end|>");
+    assert!(s.text(&prompt).ends_with("q<|im_end|>\n<|im_start|>assistant\n"));
+    assert!(matches!(s.place(&[user("q")]), Place::Known(1)));
+    s.options = 0;
+    assert!(matches!(s.place(&[user("q")]), Place::Known(0)));
+    // Both replies can be repeated and extended.
+    s.turn(
+        &[user("q"), assistant("ab"), user("r")],
+        &assistant("c"),
+        "c<|im_end|>",
+    );
+    assert_eq!(s.tree.node(2).parent, Some(1));
+    assert_eq!(s.sequences().len(), 2);
+}
+
+#[test]
 fn other_tools_are_another_conversation() {
     let mut s = Session::new(tools());
     s.turn(&[user("q")], &assistant("a"), "a<|im_end|>");
@@ -287,4 +317,143 @@ fn the_suffix_of_a_long_conversation_is_that_of_a_short_one() {
     let with = r.full(&long, None, 1 << 20).unwrap();
     assert!(with.starts_with(&without));
     assert!(with.ends_with(&short));
+}
+
+/// Real templates with a real tokenizer: `LEGORL_TEST_TOKENIZER` names a folder with Qwen3's
+/// tokenizer.json, `LEGORL_TEST_TEMPLATES` one with `*.jinja` files. What is spliced must be what the
+/// template writes for the whole conversation.
+#[test]
+fn real_templates_can_be_extended_turn_by_turn() {
+    let (Ok(folder), Ok(templates)) = (
+        std::env::var("LEGORL_TEST_TOKENIZER"),
+        std::env::var("LEGORL_TEST_TEMPLATES"),
+    ) else {
+        eprintln!("SKIPPED real_templates_can_be_extended_turn_by_turn: set LEGORL_TEST_TOKENIZER and LEGORL_TEST_TEMPLATES");
+        return;
+    };
+    let templates = std::path::Path::new(&templates);
+    for name in [
+        "qwen2_5",
+        "qwen3",
+        "qwen3_instruct_2507",
+        "qwen3_5_think",
+        "qwen3_5_nothink",
+        "qwen3_6",
+    ] {
+        let source = std::fs::read_to_string(templates.join(format!("{name}.jinja"))).unwrap();
+        let template = ChatTemplate::from_source(source, name, Default::default()).unwrap();
+        let tokenizer = Tokenizer::from_dir(folder.as_ref()).unwrap();
+        let r = Renderer::new(template, tokenizer, Map::new()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let call =
+            json!({"id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}});
+        let reply = json!({"role": "assistant", "content": "look", "tool_calls": [call]});
+        let result =
+            json!({"role": "tool", "tool_call_id": "c1", "content": "a <|im_end|>\n<tool_call> é \u{1F600}"});
+        let mut all = vec![
+            json!({"role": "system", "content": "s"}),
+            user("q"),
+            reply.clone(),
+            result.clone(),
+        ];
+        let tools = tools().unwrap();
+        let tools = tools.as_array().map(Vec::as_slice);
+        let suffix = r.suffix(&reply, true, &[result], 1 << 20).unwrap();
+        let full = r.full(&all, tools, 1 << 20).unwrap();
+        assert!(full.ends_with(&suffix), "{name}");
+        all.truncate(2);
+        let begin = r.full(&all, tools, 1 << 20).unwrap();
+        let common = begin.iter().zip(&full).take_while(|(a, b)| a == b).count();
+        // Thinking templates open a thought in the generation prompt that history does not repeat.
+        assert!(begin.len() - common <= 4, "{name}: {common} of {}", begin.len());
+        let ends = suffix.iter().filter(|id| **id == r.end_of_turn()).count();
+        assert_eq!(ends, 1, "{name}: the tool wrote <|im_end|> as text");
+    }
+}
+
+/// What an agent may do next: go on from a turn (by number), with or without a changed reply, or begin
+/// anew; the reply may fail, and it may end without its end-of-turn token.
+#[derive(Clone, Debug)]
+struct Move {
+    from: Option<prop::sample::Index>,
+    edit: bool,
+    message: u8,
+    reply: u8,
+    fails: bool,
+    cut: bool,
+}
+
+fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let one = (
+        prop::option::weighted(0.9, any::<prop::sample::Index>()),
+        prop::bool::weighted(0.15),
+        0u8..4,
+        0u8..4,
+        prop::bool::weighted(0.15),
+        prop::bool::weighted(0.2),
+    );
+    let one = one.prop_map(|(from, edit, message, reply, fails, cut)| Move {
+        from,
+        edit,
+        message,
+        reply,
+        fails,
+        cut,
+    });
+    prop::collection::vec(one, 1..25)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn every_sampled_token_counts_once_where_the_engine_saw_it(moves in moves()) {
+        static RENDERER: OnceLock<Renderer> = OnceLock::new();
+        let renderer = RENDERER.get_or_init(renderer);
+        let mut tree = Tree::default();
+        // History of every finished turn as the agent knows it, and the tokens the engine saw and sampled.
+        let mut turns: Vec<(Vec<Value>, Vec<u32>)> = Vec::new();
+        let mut sampled_tokens = 0;
+        for (step, m) in moves.iter().enumerate() {
+            let mut history = match m.from {
+                Some(index) if !turns.is_empty() => turns[index.index(turns.len())].0.clone(),
+                _ => Vec::new(),
+            };
+            if let (true, Some(last)) = (m.edit, history.last_mut()) {
+                *last = assistant(&format!("edited {step}"));
+            }
+            history.push(user(&format!("m{}", m.message)));
+            let raw: Vec<String> = history.iter().map(Value::to_string).collect();
+            let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
+            let Place::New { node, prompt } = tree.place(renderer, &raw, None, 0, 1 << 20).unwrap() else {
+                continue;
+            };
+            if m.fails {
+                tree.remove(node);
+                continue;
+            }
+            let text = format!("r{}", m.reply);
+            let end = if m.cut { "" } else { "<|im_end|>" };
+            let ids = renderer.tokenizer().encode_rendered(&format!("{text}{end}")).unwrap();
+            let sampled: Vec<_> = ids.iter().map(|id| SampledToken { id: *id, logprob: -1.0 - *id as f32, version: PolicyVersion(step as u32) }).collect();
+            sampled_tokens += sampled.len();
+            history.push(assistant(&text));
+            tree.commit(renderer, node, sampled, assistant(&text));
+            turns.push((history, [&prompt[..], &ids].concat()));
+        }
+        let sequences = sequences(&tree);
+        let counted: usize = sequences.iter().map(TokenSequence::sampled).sum();
+        prop_assert_eq!(counted, sampled_tokens);
+        for s in &sequences {
+            prop_assert_eq!(s.check(), Ok(()));
+            prop_assert!(turns.iter().any(|(_, tokens)| *tokens == s.token_ids), "a leaf is what one turn's engine saw and said");
+            for i in (0..s.len()).filter(|i| s.loss_mask[*i]) {
+                prop_assert_eq!(s.logprobs[i], -1.0 - s.token_ids[i] as f32);
+            }
+        }
+        // Every turn lies on the path of a leaf.
+        for (_, tokens) in &turns {
+            prop_assert!(sequences.iter().any(|s| s.token_ids.starts_with(tokens)));
+        }
+        let sum: f32 = sequences.iter().map(|s| s.weight).sum();
+        prop_assert!(sequences.is_empty() || (sum - 1.0).abs() < 1e-5);
+    }
 }

@@ -17,10 +17,22 @@ fn committed_folders_are_the_drawn_tasks() {
     drawn.sort();
     assert_eq!(names, drawn);
     for (name, draft) in &tasks {
-        for (path, content) in task_files(name, draft) {
-            let file = committed().join(name).join(&path);
-            let found = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
-            assert_eq!(found, content, "{}", file.display());
+        let drawn: BTreeMap<String, String> = task_files(name, draft).into_iter().collect();
+        let mut found = BTreeMap::new();
+        read_files(&committed().join(name), "", &mut found);
+        assert_eq!(found, drawn, "{name}");
+    }
+}
+
+/// All files below a folder: path and content.
+fn read_files(folder: &Path, prefix: &str, files: &mut BTreeMap<String, String>) {
+    for entry in fs::read_dir(folder).expect("task folder") {
+        let entry = entry.expect("entry");
+        let path = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.path().is_dir() {
+            read_files(&entry.path(), &format!("{path}/"), files);
+        } else {
+            files.insert(path, fs::read_to_string(entry.path()).expect("text"));
         }
     }
 }

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat cedar.txt
-mkdir berry
+cat sage.txt
+mkdir silver

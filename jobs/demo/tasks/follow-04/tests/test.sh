@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file cedar.txt: Create the folder berry.
-file meadow.txt: Create the folder silver.
-folder berry
+file arrow.txt: Create the folder thistle.
+file sage.txt: Create the folder silver.
+folder silver
 END
 )
 found=$(state)

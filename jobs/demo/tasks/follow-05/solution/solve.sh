@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat sage.txt
-mkdir silver
+cat frost.txt
+mkdir lilac

@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file arrow.txt: Create the folder thistle.
-file sage.txt: Create the folder silver.
-folder silver
+file frost.txt: Create the folder lilac.
+file sage.txt: Create the folder tiger.
+folder lilac
 END
 )
 found=$(state)

@@ -1,5 +1,5 @@
 #!/bin/bash
 set -e
 cd /app
-cat frost.txt
-mkdir lilac
+cat ember.txt
+mkdir walnut

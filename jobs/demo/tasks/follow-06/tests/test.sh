@@ -25,9 +25,9 @@ state() {
 }
 
 wanted=$(sort << 'END'
-file frost.txt: Create the folder lilac.
-file sage.txt: Create the folder tiger.
-folder lilac
+file ember.txt: Create the folder walnut.
+file frost.txt: Create the folder field.
+folder walnut
 END
 )
 found=$(state)
