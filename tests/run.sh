@@ -7,18 +7,19 @@ cd "$(dirname "$0")/.."
 level=${1:-short}
 export LEGORL_TEST_LEVEL=$level
 setup/agent.sh
+export LEGORL_AGENT=$PWD/target/x86_64-unknown-linux-gnu/release/legorl-agent
 cargo build --bins
 if command -v cargo-nextest >/dev/null; then
   runner=(cargo nextest run --no-fail-fast)
   case $level in
-    short) "${runner[@]}" --workspace --profile default ;;
-    cluster) "${runner[@]}" --workspace -E 'binary(cluster)' ;;
+    short) "${runner[@]}" -p legorl -p legorl-agent ;;
+    cluster) "${runner[@]}" -p legorl --test cluster ;;
     long) ;;
   esac
 else
   case $level in
-    short) cargo test --workspace --no-fail-fast ;;
-    cluster) cargo test --test cluster ;;
+    short) cargo test -p legorl -p legorl-agent --no-fail-fast ;;
+    cluster) cargo test -p legorl --test cluster ;;
     long) ;;
   esac
 fi
@@ -33,7 +34,7 @@ mkdir -p "$(dirname "$report")"
   echo '```'
 } >"$report"
 set +e
-cargo test --workspace --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
+cargo test -p legorl -p legorl-agent --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
 code=${PIPESTATUS[0]}
 { echo '```'; echo; echo "Exit code $code after $SECONDS s."; } >>"$report"
 echo "report: $report"

@@ -178,11 +178,11 @@ pub(super) fn start() -> Result<(Arc<dyn Communicator>, MpiWorld), CommError> {
 fn own_mpi(ready: &Sender<(u32, u32)>, queue: &Receiver<Command>, mailbox: &Mailbox) -> Result<(), String> {
     let (universe, _) = mpi::initialize_with_threading(Threading::Funneled)
         .ok_or("MPI was initialized by something else in this process")?;
-    let world = World::new(universe)?;
-    let place = world.place()?;
+    let process = Process::new(universe)?;
+    let place = process.place()?;
     let _ = ready.send(place);
     let mut traffic = Traffic {
-        world: &world,
+        process: &process,
         mailbox,
         sending: Vec::new(),
         receiving: VecDeque::new(),
@@ -197,7 +197,7 @@ fn own_mpi(ready: &Sender<(u32, u32)>, queue: &Receiver<Command>, mailbox: &Mail
     let ranks: Vec<u32> = traffic.sending.iter().map(|s| s.dest).collect();
     std::mem::forget(std::mem::take(&mut traffic.sending));
     std::mem::forget(std::mem::take(&mut traffic.receiving));
-    std::mem::forget(world);
+    std::mem::forget(process);
     outcome.and(Err(format!(
         "messages to ranks {ranks:?} were not taken within {} s of the end",
         DRAIN_TIMEOUT.as_secs()
@@ -221,7 +221,7 @@ struct Receiving {
 }
 
 struct Traffic<'a> {
-    world: &'a World,
+    process: &'a Process,
     mailbox: &'a Mailbox,
     sending: Vec<Sending>,
     /// In the order in which the messages were matched.
@@ -281,7 +281,7 @@ impl Traffic<'_> {
     fn obey(&mut self, command: Command) -> Result<Option<Instant>, String> {
         match command {
             Command::Send { dest, tag, payload } => {
-                let request = self.world.isend(dest, tag, &payload)?;
+                let request = self.process.isend(dest, tag, &payload)?;
                 self.sending.push(Sending {
                     request,
                     dest,
@@ -291,7 +291,7 @@ impl Traffic<'_> {
             }
             Command::Shutdown => Ok(Some(Instant::now() + DRAIN_TIMEOUT)),
             Command::Abort(code) => {
-                self.world.abort(code);
+                self.process.abort(code);
                 Ok(None)
             }
         }
@@ -299,7 +299,7 @@ impl Traffic<'_> {
 
     fn match_arrivals(&mut self) -> Result<bool, String> {
         for arrived in 0..256 {
-            match self.world.match_one()? {
+            match self.process.match_one()? {
                 Some(receiving) => self.receiving.push_back(receiving),
                 None => return Ok(arrived > 0),
             }
@@ -310,9 +310,9 @@ impl Traffic<'_> {
     fn test_sends(&mut self) -> Result<bool, String> {
         let before = self.sending.len();
         let mut failure = Ok(());
-        let world = self.world;
+        let process = self.process;
         self.sending
-            .retain_mut(|sending| match world.test(&mut sending.request) {
+            .retain_mut(|sending| match process.test(&mut sending.request) {
                 Ok(is_done) => !is_done,
                 Err(problem) => {
                     failure = Err(format!("sending to rank {}: {problem}", sending.dest));
@@ -325,7 +325,7 @@ impl Traffic<'_> {
     fn test_receives(&mut self) -> Result<bool, String> {
         for receiving in self.receiving.iter_mut().filter(|r| !r.is_done) {
             receiving.is_done = self
-                .world
+                .process
                 .test(&mut receiving.request)
                 .map_err(|problem| format!("receiving from rank {}: {problem}", receiving.from))?;
         }
@@ -368,14 +368,14 @@ fn pause(quiet: Duration, is_idle: bool) -> Option<Duration> {
 
 /// `MPI_COMM_WORLD`, used by the thread that initialized MPI alone: the type is not `Send`, as
 /// [`Universe`] and raw requests stay on that thread.
-struct World {
+struct Process {
     comm: ffi::MPI_Comm,
     byte: ffi::MPI_Datatype,
     _universe: Universe,
     _not_send: std::marker::PhantomData<*const ()>,
 }
 
-impl World {
+impl Process {
     fn new(universe: Universe) -> Result<Self, String> {
         // SAFETY: MPI is initialized (`universe` proves it), so its constants are valid.
         let (comm, byte, handler) = unsafe {
@@ -385,15 +385,15 @@ impl World {
                 ffi::RSMPI_ERRORS_RETURN,
             )
         };
-        let world = Self {
+        let process = Self {
             comm,
             byte,
             _universe: universe,
             _not_send: std::marker::PhantomData,
         };
         // SAFETY: a valid communicator and a predefined handler, on the thread that owns MPI.
-        world.check(unsafe { ffi::MPI_Comm_set_errhandler(comm, handler) })?;
-        Ok(world)
+        process.check(unsafe { ffi::MPI_Comm_set_errhandler(comm, handler) })?;
+        Ok(process)
     }
 
     /// Rank and size.

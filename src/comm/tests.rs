@@ -1,4 +1,4 @@
-//! The communicator contract in worlds of threads. `tests/mpi.rs` runs the same under `mpirun`.
+//! The communicator contract in worlds of threads. `tests/cpu/mpi.rs` runs the same under `mpirun`.
 
 use super::{inprocess, single, CommError, Communicator, InboxError, Tag};
 use bytes::Bytes;

@@ -3,5 +3,7 @@
 mod demo;
 mod kills;
 mod layers;
+#[cfg(feature = "mpi")]
+mod mpi;
 #[path = "../support/mod.rs"]
 mod support;

@@ -46,7 +46,8 @@
 //! that still runs is delivered with the samples it has, the rest are cut off: `is_wanted` turns false
 //! and a later result is refused. Thus the bound never makes the trainer wait longer than a buffer
 //! without a bound would: one slow trial costs itself, not the step. With `S = 0` every outstanding
-//! group belongs to the next step, B complete groups are all of them, and nothing is ever cut off.
+//! group belongs to the next step, B complete groups are all of them, and nothing is ever cut off. The
+//! same holds in the last step of a run, which waits for its trials within their own time limits.
 //!
 //! # Recovery
 //! A torn tail (never acknowledged) is cut with a warning. A damaged record that was acknowledged is
@@ -64,7 +65,9 @@ mod mmap;
 mod record;
 mod recover;
 mod schedule;
+mod seams;
 mod shard;
+mod state;
 #[cfg(test)]
 mod tests;
 
@@ -73,23 +76,20 @@ pub use error::BufferError;
 pub use manifest::BufferManifest;
 pub use recover::{salvage, SalvageReport};
 
-use crate::base::{
-    DropReason, GroupId, PolicyVersion, Purpose, SinkError, Submitted, TrialAssignment, TrialEnd, TrialKey,
-    TrialPlan, TrialPlanStep, TrialSink,
-};
+use crate::base::{DropReason, GroupId, PolicyVersion, TrialEnd, TrialKey};
 use crate::train::batch::{TrainBatch, TrainGroup};
 use deliveries::DeliveryLog;
 use mmap::{Location, ShardReader};
 use rayon::prelude::*;
 use record::RecordHeader;
-use schedule::{Admission, Schedule, Slot};
-use shard::{ShardWriter, WriteError};
+use shard::ShardWriter;
+use state::{Counts, State};
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     fs::File,
     path::PathBuf,
     sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 /// Settings of a buffer.
@@ -197,44 +197,10 @@ pub struct BufferStatus {
     pub shard_bytes: u64,
 }
 
-/// What one shard holds, for retention.
-#[derive(Debug, Default)]
-struct ShardUse {
-    groups: BTreeSet<u64>,
-    bytes: u64,
-}
-
-#[derive(Debug)]
-struct State {
-    schedule: Schedule,
-    /// Records of trials that are not yet trained.
-    locations: HashMap<TrialKey, Location>,
-    shards: BTreeMap<u32, ShardUse>,
-    /// Trials whose record is on its way to the disk.
-    storing: HashSet<TrialKey>,
-    /// Decided deliveries of steps that are not yet done.
-    deliveries: BTreeMap<u32, Delivery>,
-    /// Last step whose delivery is durable.
-    durable_step: u32,
-    /// Bytes of the delivery log after each step from `version` on.
-    log_ends: BTreeMap<u32, u64>,
-    closed: Option<String>,
-    counts: Counts,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Counts {
-    last_lag: Lag,
-    cut: u64,
-    dropped: u64,
-    thin: u64,
-    empty: u64,
-}
-
 /// The buffer. One per run, on rank 0; all methods may be called from any thread.
 ///
 /// Locks, in the order in which they nest: `log`, then `state`. No file is touched under `state`, so
-/// [`TrialPlan`] never waits for a disk.
+/// [`crate::base::TrialPlan`] never waits for a disk.
 #[derive(Debug)]
 pub struct Buffer {
     config: BufferConfig,
@@ -244,7 +210,7 @@ pub struct Buffer {
     reader: ShardReader,
     /// Wakes `next_batch` and submits of the same trial.
     changed_blocking: Condvar,
-    /// Wakes [`TrialPlan::changed`].
+    /// Wakes `TrialPlan::changed`.
     changed: tokio::sync::Notify,
     /// Holds the folder; the lock ends with the process.
     _lock: File,
@@ -510,188 +476,6 @@ impl Buffer {
             Err(problem) => Err(corrupt(trial, problem)),
         }
     }
-
-    /// Waits until no other submit of the trial is under way, then asks the schedule.
-    fn admit_end(&self, key: &TrialKey, oldest: Option<u32>) -> Admission {
-        let mut state = self.state();
-        while state.storing.contains(key) {
-            state = self
-                .changed_blocking
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        let admission = state.schedule.admit_end(key, oldest);
-        if matches!(admission, Admission::Store { .. } | Admission::TooOld { .. }) {
-            state.storing.insert(*key);
-        }
-        admission
-    }
-
-    fn store(&self, end: &TrialEnd, start_version: u32) -> Result<Submitted, SinkError> {
-        let key = end.key();
-        let written = record::encode(end, start_version)
-            .map_err(|problem| SinkError {
-                key,
-                problem: format!("the trial cannot be stored: {problem}"),
-                source: None,
-            })
-            .and_then(|record| self.writer.append(record).map_err(|error| sink_error(key, error)));
-        let mut state = self.state();
-        state.storing.remove(&key);
-        let answer = written.map(|location| state.record(end, location));
-        drop(state);
-        self.wake();
-        answer
-    }
-}
-
-impl State {
-    /// Decides the delivery of `step` and counts what it takes.
-    fn decide(&mut self, step: u32, groups: &[u64]) {
-        let mut delivery = Delivery {
-            step,
-            groups: Vec::with_capacity(groups.len()),
-        };
-        self.schedule.deliver(groups);
-        for id in groups {
-            let group = &self.schedule.groups[id];
-            let mut entry = DeliveredGroup {
-                id: *id,
-                start: group.start_version,
-                finished: Vec::new(),
-                dropped: Vec::new(),
-                cut: Vec::new(),
-            };
-            for (sample, slot) in group.slots.iter().enumerate() {
-                let sample = sample as u32;
-                match slot {
-                    Slot::Finished => entry.finished.push(sample),
-                    Slot::Dropped(reason) => entry.dropped.push((sample, *reason)),
-                    Slot::Cut | Slot::Pending | Slot::Running(_) => entry.cut.push(sample),
-                }
-            }
-            self.counts.cut += entry.cut.len() as u64;
-            self.counts.thin += u64::from(entry.finished.len() < 2);
-            self.counts.empty += u64::from(entry.finished.is_empty());
-            delivery.groups.push(entry);
-        }
-        self.deliveries.insert(step, delivery);
-    }
-
-    /// A durable delivery with the places of its trials.
-    fn delivery_with_locations(
-        &mut self,
-        step: u32,
-        config: &BufferConfig,
-    ) -> Result<(Delivery, HashMap<TrialKey, Location>), BufferError> {
-        let delivery = self.deliveries[&step].clone();
-        let lags = delivery.groups.iter().map(|group| step - 1 - group.start);
-        self.counts.last_lag = Lag {
-            min: lags.clone().min().unwrap_or(0),
-            mean: lags.clone().map(f64::from).sum::<f64>() / delivery.groups.len().max(1) as f64,
-            max: lags.max().unwrap_or(0),
-        };
-        let mut locations = HashMap::new();
-        for key in delivery.trials() {
-            let location = self
-                .locations
-                .get(&key)
-                .ok_or_else(|| BufferError::MissingTrial {
-                    step,
-                    trial: key.to_string(),
-                    dir: config.dir.clone(),
-                })?;
-            locations.insert(key, *location);
-        }
-        Ok((delivery, locations))
-    }
-
-    /// A record is durable.
-    fn record(&mut self, end: &TrialEnd, location: Location) -> Submitted {
-        let key = end.key();
-        let shard = self.shards.entry(location.shard).or_default();
-        shard.groups.insert(key.group.0);
-        shard.bytes = shard.bytes.max(location.offset + location.len);
-        let slot = match end {
-            TrialEnd::Finished(_) => Slot::Finished,
-            TrialEnd::Dropped { reason, .. } => Slot::Dropped(*reason),
-        };
-        let answer = self.schedule.record_end(&key, slot);
-        if answer == Submitted::Stored {
-            self.locations.insert(key, location);
-            self.counts.dropped += u64::from(slot != Slot::Finished);
-        }
-        answer
-    }
-}
-
-#[async_trait::async_trait]
-impl TrialPlan for Buffer {
-    fn next(&self) -> TrialPlanStep {
-        let mut state = self.state();
-        if state.closed.is_some() {
-            return TrialPlanStep::Finished;
-        }
-        state.schedule.next()
-    }
-
-    fn retry(&self, failed: &TrialAssignment) -> Option<TrialAssignment> {
-        let mut state = self.state();
-        if state.closed.is_some() || failed.key.purpose != Purpose::Train {
-            return None;
-        }
-        state.schedule.retry(failed)
-    }
-
-    fn is_wanted(&self, key: &TrialKey) -> bool {
-        self.state().schedule.is_wanted(key)
-    }
-
-    async fn changed(&self) {
-        // A change between the caller's question and this call is not seen: half a second bounds that.
-        let _ = tokio::time::timeout(Duration::from_millis(500), self.changed.notified()).await;
-    }
-}
-
-impl TrialSink for Buffer {
-    fn submit(&self, end: TrialEnd) -> Result<Submitted, SinkError> {
-        let key = end.key();
-        let oldest = match &end {
-            TrialEnd::Finished(trajectory) => trajectory
-                .sequences
-                .iter()
-                .flat_map(|s| s.versions.iter().zip(&s.loss_mask))
-                .filter_map(|(version, sampled)| sampled.then_some(*version))
-                .min(),
-            TrialEnd::Dropped { .. } => None,
-        };
-        match (self.admit_end(&key, oldest), end) {
-            (Admission::Answer(answer), _) => Ok(answer),
-            (Admission::Unknown, _) => Err(SinkError {
-                key,
-                problem: "the buffer never handed this trial out; forget it".to_owned(),
-                source: None,
-            }),
-            (Admission::TooOld { start_version }, TrialEnd::Finished(trajectory)) => {
-                let drop = TrialEnd::Dropped {
-                    key,
-                    attempt: trajectory.attempt,
-                    task: trajectory.task,
-                    reason: DropReason::TooOld,
-                    detail: format!(
-                        "its oldest token is of version {}, and its group, started at version \
-                         {start_version}, would pass STALENESS={}",
-                        oldest.unwrap_or(0),
-                        self.config.staleness
-                    ),
-                };
-                self.store(&drop, start_version).map(|_| Submitted::CutOff)
-            }
-            (Admission::Store { start_version } | Admission::TooOld { start_version }, end) => {
-                self.store(&end, start_version)
-            }
-        }
-    }
 }
 
 /// Beyond `ulimit -f` the kernel sends SIGXFSZ, which ends the process; with a handler, the write fails
@@ -708,20 +492,6 @@ fn catch_file_size_signal() -> Result<(), BufferError> {
             name: "SIGXFSZ",
             problem: format!("its handler cannot be set: {kind}"),
         })
-}
-
-fn sink_error(key: TrialKey, error: WriteError) -> SinkError {
-    let advice = match error.source.raw_os_error() {
-        Some(libc::ENOSPC) => "; the disk is full: free some space, the trial is kept until then",
-        Some(libc::EDQUOT) => "; the disk quota is used up: free some space, the trial is kept until then",
-        Some(libc::EFBIG) => "; the file-size limit is reached: raise `ulimit -f`",
-        _ => "",
-    };
-    SinkError {
-        key,
-        problem: format!("cannot {} `{}`{advice}", error.action, error.path.display()),
-        source: Some(error.source),
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -337,12 +337,12 @@ fn decode_finished(
                 }
             }
             MASK => {
-                sequence.loss_mask = payload
-                    .0
-                    .iter()
-                    .flat_map(|byte| (0..8).map(move |i| byte >> i & 1 == 1))
-                    .take(len)
-                    .collect();
+                sequence.loss_mask.reserve(len + 8);
+                for byte in payload.0 {
+                    let bits: [bool; 8] = std::array::from_fn(|i| byte >> i & 1 == 1);
+                    sequence.loss_mask.extend_from_slice(&bits);
+                }
+                sequence.loss_mask.truncate(len);
             }
             other => {
                 return Err(format!(

@@ -6,7 +6,8 @@ use super::{
     record::{self, RecordHeader, HEADER_BYTES},
     schedule::{self, Group, GroupSet, Schedule, Slot},
     shard::{self, Damage, Scan},
-    BufferConfig, BufferError, BufferManifest, Delivery, ShardUse,
+    state::ShardUse,
+    BufferConfig, BufferError, BufferManifest, Delivery,
 };
 use crate::base::{order, GroupId, TrialKey};
 use std::{

@@ -59,7 +59,7 @@ pub struct RemoteConfig {
 impl Default for RemoteConfig {
     fn default() -> Self {
         Self {
-            program: concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION")).to_owned(),
+            program: concat!("legorl ", env!("CARGO_PKG_VERSION")).to_owned(),
             hello_timeout: Duration::from_secs(600),
             heartbeat_timeout: Duration::from_secs(30),
             status_interval: Duration::from_millis(50),

@@ -1,4 +1,4 @@
-//! Head and engine rank as two threads. `tests/mpi.rs` repeats the main path between processes.
+//! Head and engine rank as two threads. `tests/cpu/mpi.rs` repeats the main path between processes.
 
 use super::{wire, EngineServer, RemoteConfig, RemoteEngine, RemoteError, ServerEnd};
 use crate::base::{

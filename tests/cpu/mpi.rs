@@ -1,6 +1,5 @@
 //! The communicator between real MPI processes. Each test starts `mpirun` with this very binary; the
 //! processes find the test's name in an environment variable and run its body as a rank.
-#![cfg(feature = "mpi")]
 
 use bytes::Bytes;
 use legorl::base::{
@@ -16,14 +15,15 @@ use std::{
 
 use legorl::serve::engine::remote::{EngineServer, RemoteConfig, RemoteEngine, ServerEnd};
 
-#[path = "../src/serve/engine/remote/double.rs"]
+#[path = "../../src/serve/engine/remote/double.rs"]
 mod double;
 
 const ROLE: &str = "LEGORL_TEST_RANK_OF";
 const SOON: Duration = Duration::from_secs(60);
 
-/// Runs `body` on every rank of an `mpirun`, and gives the test the output of it; `None` on the ranks.
+/// Runs `body` on every rank of an `mpirun` of this module's test, and gives the test the output of it; `None` on the ranks.
 fn on_mpi(test: &str, ranks: u32, body: impl FnOnce(World)) -> Option<Output> {
+    let test = format!("mpi::{test}");
     if std::env::var(ROLE).is_ok_and(|role| role == test) {
         body(launch_world().expect("the ranks find each other"));
         return None;
@@ -49,8 +49,8 @@ fn on_mpi(test: &str, ranks: u32, body: impl FnOnce(World)) -> Option<Output> {
             ROLE,
         ])
         .arg(std::env::current_exe().expect("this binary has a path"))
-        .args([test, "--exact", "--nocapture"])
-        .env(ROLE, test)
+        .args([&test, "--exact", "--nocapture"])
+        .env(ROLE, &test)
         .stdin(Stdio::null())
         .output()
         .expect("mpirun starts; it is in the package openmpi-bin");
