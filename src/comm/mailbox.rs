@@ -83,11 +83,7 @@ impl Mailbox {
     }
 
     /// The world has ended: readers see [`InboxError::Closed`] once they have read what arrived.
-<<<<<<< HEAD
-    #[cfg(any(feature = "mpi", test))]
-=======
     #[cfg(feature = "mpi")]
->>>>>>> refs/heads/buffer
     pub fn close(&self) {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
