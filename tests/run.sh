@@ -12,13 +12,13 @@ cargo build --bins
 if command -v cargo-nextest >/dev/null; then
   runner=(cargo nextest run --no-fail-fast)
   case $level in
-    short) "${runner[@]}" -p legorl -p legorl-agent ;;
+    short) "${runner[@]}" --workspace ;;
     cluster) "${runner[@]}" -p legorl --test cluster ;;
     long) ;;
   esac
 else
   case $level in
-    short) cargo test -p legorl -p legorl-agent --no-fail-fast ;;
+    short) cargo test --workspace --no-fail-fast ;;
     cluster) cargo test -p legorl --test cluster ;;
     long) ;;
   esac
@@ -34,7 +34,7 @@ mkdir -p "$(dirname "$report")"
   echo '```'
 } >"$report"
 set +e
-cargo test -p legorl -p legorl-agent --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
+cargo test --workspace --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
 code=${PIPESTATUS[0]}
 { echo '```'; echo; echo "Exit code $code after $SECONDS s."; } >>"$report"
 echo "report: $report"

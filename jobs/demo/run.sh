@@ -2,7 +2,7 @@
 # The demo: task index, starting policy, then the training run of the given configuration. What exists is
 # used again; a run that was interrupted goes on from its last checkpoint.
 #
-#   jobs/demo/run.sh [CONFIG] [--set KEY=VALUE …]     FRESH=1 puts an earlier run of the same name aside
+#   jobs/demo/run.sh [CONFIG] [--set KEY=VALUE …]     FRESH=1 starts a new run beside an earlier one
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 config=${1:-configs/demo.env}; [ $# -gt 0 ] && shift
@@ -17,10 +17,8 @@ if [ ! -e "$work/policy/config.json" ]; then
   echo "demo: making the starting policy (supervised, about three minutes on two cores)"
   "$rank" init-policy --output "$work/policy" --train-files "$work/train.parquet" --val-files "$work/val.parquet"
 fi
-if [ "${FRESH:-0}" = 1 ]; then
-  experiment=$("$rank" config show --json "$config" "$@" | python3 -c 'import json,sys; v=json.load(sys.stdin); g=lambda k:(v[k]["value"] if isinstance(v[k],dict) else v[k]); print(g("RUN_DIR"))')
-  [ -d "$experiment" ] && mv "$experiment" "$experiment.$(date +%Y%m%dT%H%M%S)"
-fi
+# A new name is a new run: the earlier one stays where it is.
+if [ "${FRESH:-0}" = 1 ]; then set -- "$@" --set "EXP_NAME=$(basename "$config" .env)-$(date +%Y%m%dT%H%M%S)"; fi
 case $config in
   *async*)
     as_root=(); [ "$(id -u)" = 0 ] && as_root=(--allow-run-as-root)

@@ -5,5 +5,6 @@ mod kills;
 mod layers;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod slow_trial;
 #[path = "../support/mod.rs"]
 mod support;
