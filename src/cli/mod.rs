@@ -12,6 +12,7 @@
 //!
 //! Under `mpirun` or `srun` every rank runs the same command; only rank 0 prints ([`place::Place`]).
 
+pub mod buffer;
 pub mod config_command;
 pub mod exec;
 pub mod explain;
@@ -74,11 +75,15 @@ enum Command {
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
+    /// Repair a run's buffer
+    #[command(subcommand)]
+    Buffer(buffer::BufferCommand),
     /// Explain a preflight rule
     Explain(explain::ExplainArgs),
 }
 
-const COMMANDS: [&str; 7] = [
+const COMMANDS: [&str; 8] = [
+    "buffer",
     "train",
     "index",
     "task",
@@ -109,6 +114,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
         Command::Config(command) => config_command::run(command),
+        Command::Buffer(command) => buffer::run(command),
         Command::Explain(args) => explain::run(args),
     };
     match outcome {

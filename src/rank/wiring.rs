@@ -29,7 +29,10 @@ use crate::{
         values::{Backend, Scaffold as ScaffoldName},
         Settings,
     },
-    model::{hf::ModelConfig, net::Policy},
+    model::{
+        hf::ModelConfig,
+        net::{Device, Policy},
+    },
     rollout::{
         sandbox::{
             process::{ProcessBackend, ProcessBackendConfig},
@@ -54,7 +57,6 @@ use crate::{
 };
 use anyhow::{bail, Context};
 use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
-use tch::Device;
 
 /// Sandboxes of an earlier process of this run are deleted within this time.
 const REAP_DEADLINE: Duration = Duration::from_secs(120);

@@ -21,4 +21,6 @@ mod tests;
 pub(crate) use layout::rope_table;
 pub use layout::PackedLayout;
 pub use policy::{Block, Policy};
+/// Where tensors live.
+pub use tch::Device;
 pub use tensors::{tensor_from_weight, weight_from_tensor};
