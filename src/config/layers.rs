@@ -307,6 +307,14 @@ fn override_one(
     source: Source,
     origin: &str,
 ) -> Result<(), ConfigError> {
+    if value.contains("${") || value.contains("$(") {
+        return Err(ConfigError::Override {
+            origin: origin.to_owned(),
+            problem: format!(
+                "`{value}` is taken as it stands, nothing in it is expanded: write the value itself"
+            ),
+        });
+    }
     let is_name = name.starts_with(|c: char| c == '_' || c.is_ascii_alphabetic())
         && name.chars().all(|c| c == '_' || c.is_ascii_alphanumeric());
     let problem = if !is_name {

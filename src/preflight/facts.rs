@@ -191,17 +191,29 @@ fn index(file: &Path) -> Result<IndexFacts, String> {
     let index = TaskIndex::open(file).map_err(|error| error.to_string())?;
     let rows = index.len();
     let sampled = rows.min(SAMPLED_TASKS);
-    let problems = (0..sampled)
-        .filter_map(|i| {
-            // Spread over the whole index: first and last row are always among them.
-            let row = if sampled < 2 {
-                0
-            } else {
-                i * (rows - 1) / (sampled - 1)
-            };
-            index.load(row as u32).err().map(|error| error.to_string())
-        })
-        .collect();
+    let incomplete = index.rows().iter().enumerate().filter_map(|(row, entry)| {
+        let missing = ["task.toml", "instruction.md", "tests/test.sh"]
+            .into_iter()
+            .find(|f| !entry.dir.join(f).is_file())?;
+        Some(format!(
+            "{} row {row}: {}/{missing} is missing",
+            file.display(),
+            entry.dir.display()
+        ))
+    });
+    let sample = (0..sampled).filter_map(|i| {
+        // Spread over the whole index: first and last row are always among them.
+        let row = if sampled < 2 {
+            0
+        } else {
+            i * (rows - 1) / (sampled - 1)
+        };
+        index.load(row as u32).err().map(|error| error.to_string())
+    });
+    let mut problems: Vec<String> = incomplete.collect();
+    if problems.is_empty() {
+        problems.extend(sample);
+    }
     Ok(IndexFacts {
         rows,
         sampled,

@@ -38,6 +38,7 @@ use crate::{
     train::{
         batch::TrainBatch,
         buffer::{Buffer, BufferError},
+        checkpoint::WriteReport,
         trainer::Trainer,
         weights::push,
     },
@@ -55,6 +56,8 @@ use tokio::task::JoinHandle;
 pub const PUSH_DEADLINE: Duration = Duration::from_secs(600);
 /// Running trials are cancelled and their sandboxes deleted within this time at the end.
 const WIND_DOWN: Duration = Duration::from_secs(120);
+/// Batches in a row without any verdict that end a run.
+const EMPTY_BATCHES_MAX: u32 = 2;
 /// How often the wait for a batch looks at the stop flag and at the workers.
 const WAIT_SLICE: Duration = Duration::from_millis(200);
 
@@ -69,7 +72,10 @@ pub struct Head<'a> {
     control: Control,
     stop: StopFlag,
     total_steps: u32,
-    last_saved: u32,
+    /// Step of the newest checkpoint that is published.
+    last_published: u32,
+    /// Batches in a row without a single verdict.
+    empty_batches: u32,
 }
 
 /// Seconds by stage of one step.
@@ -89,7 +95,7 @@ impl<'a> Head<'a> {
         stop: StopFlag,
         total_steps: u32,
     ) -> Self {
-        let last_saved = trainer.version().0;
+        let last_published = trainer.version().0;
         Self {
             settings,
             parts,
@@ -100,7 +106,8 @@ impl<'a> Head<'a> {
             control,
             stop,
             total_steps,
-            last_saved,
+            last_published,
+            empty_batches: 0,
         }
     }
 
@@ -164,6 +171,7 @@ impl<'a> Head<'a> {
                 return Ok(false);
             };
             self.report.batch(&batch);
+            self.check_verdicts(&batch)?;
             let metrics = self
                 .trainer
                 .step(&batch)
@@ -180,9 +188,8 @@ impl<'a> Head<'a> {
             } else {
                 None
             };
-            for report in self.checkpoints.collect(&self.buffer)? {
-                self.report.checkpoint(&report);
-            }
+            let reports = self.checkpoints.collect(&self.buffer)?;
+            self.note_checkpoints(&reports);
             timing.insert("step".into(), begin.elapsed().as_secs_f64());
             self.report.step(
                 metrics,
@@ -199,7 +206,11 @@ impl<'a> Head<'a> {
     }
 
     /// Waits for the groups of a step; nothing after a stop.
-    fn next_batch(&self, step: u32, rollouts: &JoinHandle<WorkersEnd>) -> anyhow::Result<Option<TrainBatch>> {
+    fn next_batch(
+        &mut self,
+        step: u32,
+        rollouts: &JoinHandle<WorkersEnd>,
+    ) -> anyhow::Result<Option<TrainBatch>> {
         let deadline = Instant::now() + stages::trial_deadline(self.settings);
         loop {
             if self.stop.is_set() {
@@ -214,10 +225,45 @@ impl<'a> Head<'a> {
             if rollouts.is_finished() && !self.stop.is_set() {
                 bail!("the task that runs trials ended before step {step} had its groups");
             }
-            for report in self.checkpoints.collect(&self.buffer)? {
-                self.report.checkpoint(&report);
+            let reports = self.checkpoints.collect(&self.buffer)?;
+            self.note_checkpoints(&reports);
+        }
+    }
+
+    fn note_checkpoints(&mut self, reports: &[WriteReport]) {
+        for report in reports {
+            self.report.checkpoint(report);
+            if let Ok(done) = &report.result {
+                self.last_published = self.last_published.max(done.step);
             }
         }
+    }
+
+    /// Stops a run whose trials all fail: going on would use up its tasks and train on nothing.
+    fn check_verdicts(&mut self, batch: &TrainBatch) -> anyhow::Result<()> {
+        if batch.groups.iter().any(|group| !group.trajectories.is_empty()) {
+            self.empty_batches = 0;
+            return Ok(());
+        }
+        self.empty_batches += 1;
+        let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+        for (_, reason) in batch.groups.iter().flat_map(|group| &group.dropped) {
+            *reasons.entry(reason.to_string()).or_default() += 1;
+        }
+        let step = batch.step;
+        if self.empty_batches < EMPTY_BATCHES_MAX {
+            tracing::warn!(
+                step,
+                ?reasons,
+                "no trial of this step has a verdict; nothing is learned from it"
+            );
+            return Ok(());
+        }
+        bail!(
+            "no trial of the last {EMPTY_BATCHES_MAX} steps has a verdict ({reasons:?} in step {step}); the run stops rather \
+             than use up its tasks. {} says what failed; when it is mended, the same command goes on",
+            self.settings.paths.run.join("journal.jsonl").display()
+        )
     }
 
     fn publish_weights(&self) -> anyhow::Result<()> {
@@ -231,26 +277,29 @@ impl<'a> Head<'a> {
         Ok(())
     }
 
-    fn save(&mut self) -> anyhow::Result<()> {
-        self.checkpoints.save(&self.trainer, &self.buffer)?;
-        self.last_saved = self.trainer.version().0;
-        Ok(())
+    fn save(&self) -> anyhow::Result<()> {
+        self.checkpoints.save(&self.trainer, &self.buffer)
     }
 
-    /// The checkpoint of the last step that was made, and the end of all writing.
+    /// Waits for all writing, and writes the last step that was made if it is not published yet.
     fn save_last(&mut self) -> anyhow::Result<()> {
-        if self.trainer.version().0 > self.last_saved {
-            self.save()?;
+        let step = self.trainer.version().0;
+        let reports = self.checkpoints.drain(&self.buffer)?;
+        self.note_checkpoints(&reports);
+        if step == self.last_published {
+            return Ok(());
         }
-        let mut failed = None;
-        for report in self.checkpoints.drain(&self.buffer)? {
-            self.report.checkpoint(&report);
-            failed = report.result.err();
-        }
-        match failed {
-            Some(error) => Err(error)
-                .context("the last checkpoint is not written; the run would go on from the one before"),
-            None => Ok(()),
+        self.save()?;
+        let mut reports = self.checkpoints.drain(&self.buffer)?;
+        self.note_checkpoints(&reports);
+        match reports.pop().map(|report| report.result) {
+            Some(Err(error)) => Err(error).with_context(|| {
+                format!(
+                    "step {step} is in no checkpoint; the same command would go on from step {}",
+                    self.last_published
+                )
+            }),
+            _ => Ok(()),
         }
     }
 

@@ -177,7 +177,6 @@ impl Report {
                 );
             }
             Err(error) => {
-                tracing::warn!(step = report.step, %error, "no checkpoint of this step; the run goes on and the next save tries again");
                 self.journal.record(
                     "checkpoint_failed",
                     json!({ "step": report.step, "error": error.to_string() }),
@@ -250,7 +249,9 @@ impl Report {
     }
 
     fn add_score(&self, row: &mut Row, score: &ValidationScore) {
-        row.insert(format!("val-core/{}", self.val_key), score.mean_reward);
+        if let Some(mean) = score.mean_reward {
+            row.insert(format!("val-core/{}", self.val_key), mean);
+        }
         row.insert("val-aux/trials".into(), score.trials as f64);
         row.insert("val-aux/dropped".into(), score.dropped as f64);
     }
@@ -268,9 +269,12 @@ impl Report {
             "validation",
             json!({ "step": step, "mean_reward": score.mean_reward, "trials": score.trials, "dropped": score.dropped, "by_task": score.by_task }),
         );
+        let mean = score
+            .mean_reward
+            .map_or_else(|| "no verdict".to_owned(), |m| format!("mean reward {m:.3}"));
         self.progress.note(&format!(
-            "held out after step {step}: mean reward {:.3} over {} tasks, {} trials, {} dropped",
-            score.mean_reward, score.tasks, score.trials, score.dropped
+            "held out after step {step}: {mean} over {} tasks, {} trials, {} dropped",
+            score.tasks, score.trials, score.dropped
         ));
         if step == 0 {
             let mut row = Row::new();

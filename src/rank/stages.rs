@@ -225,11 +225,11 @@ pub fn trial_deadline(settings: &Settings) -> Duration {
 /// What a run must not change between attempts, as one line; a checkpoint of another one is refused.
 pub fn fingerprint(settings: &Settings, model: &crate::model::hf::ModelConfig) -> String {
     format!(
-        "TRAIN_BSZ={} N_RESP={} SEED={} TRAIN_FILES={} model={}",
+        "TRAIN_BSZ={} N_RESP={} SEED={} TRAIN_FILES={} model={:08x}",
         settings.batch.train_bsz,
         settings.batch.n_resp,
         settings.run.seed,
         settings.data.train_files.display(),
-        model.to_value()
+        crc32fast::hash(model.to_value().to_string().as_bytes())
     )
 }

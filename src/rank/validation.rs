@@ -36,8 +36,8 @@ pub struct ValidationRow {
 /// Result of a round.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ValidationScore {
-    /// Mean over tasks of the mean reward of their samples.
-    pub mean_reward: f64,
+    /// Mean over tasks of the mean reward of their samples; nothing when no trial has a verdict.
+    pub mean_reward: Option<f64>,
     /// Tasks with at least one verdict.
     pub tasks: usize,
     /// Trials with a verdict.
@@ -149,7 +149,7 @@ impl Validation {
             .map(|(task, r)| (task.clone(), r.iter().sum::<f64>() / r.len() as f64))
             .collect();
         ValidationScore {
-            mean_reward: by_task.values().sum::<f64>() / by_task.len().max(1) as f64,
+            mean_reward: (!by_task.is_empty()).then(|| by_task.values().sum::<f64>() / by_task.len() as f64),
             tasks: by_task.len(),
             trials: tasks.values().map(Vec::len).sum(),
             dropped,
@@ -316,8 +316,28 @@ mod tests {
         let score = round.score();
         assert_eq!(
             (score.mean_reward, score.trials, score.dropped, score.tasks),
-            (1.0, 2, 2, 1)
+            (Some(1.0), 2, 2, 1)
         );
+    }
+
+    #[test]
+    fn a_round_without_a_verdict_has_no_score() {
+        let dir = tempfile::tempdir().unwrap();
+        let round = Validation::open(dir.path(), 0, 1, 1, 7, 1).unwrap();
+        let TrialPlanStep::Run(a) = round.next() else {
+            panic!()
+        };
+        let (task, detail) = ("t".to_owned(), String::new());
+        round
+            .submit(TrialEnd::Dropped {
+                key: a.key,
+                attempt: 0,
+                task,
+                reason: DropReason::EnvSetupFailed,
+                detail,
+            })
+            .unwrap();
+        assert_eq!((round.score().mean_reward, round.score().dropped), (None, 1));
     }
 
     #[test]

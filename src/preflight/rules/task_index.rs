@@ -9,7 +9,7 @@ pub(super) const RULE: Rule = Rule {
     id: "task-index",
     what: "The indexes can be read, every row's folder exists, and sampled tasks are complete.",
     why: "An index is only a table of paths: the tasks may have moved, or lack their tests/test.sh.",
-    evidence: "Every row's folder is looked up; up to 16 tasks spread over the index are loaded whole.",
+    evidence: "Every row's folder, task.toml, instruction.md and tests/test.sh are looked up; up to 16 tasks spread over the index are loaded whole.",
     fix: "Restore the folders, complete the tasks (`legorl-rank task check DIR`), or build the index again.",
     check,
 };

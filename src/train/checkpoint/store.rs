@@ -315,7 +315,9 @@ impl CheckpointStore {
     /// Deletes the oldest published checkpoints beyond `keep` (`MAX_CKPT_TO_KEEP`, at least 1), and
     /// remains of unfinished ones older than the newest. Returns the steps that are left, oldest first.
     pub fn retain(&self, keep: usize) -> Result<Vec<u32>, CheckpointError> {
+        // A damaged checkpoint is no reason to delete an intact one, and stays for whoever looks into it.
         let mut committed = self.committed_steps()?;
+        committed.retain(|step| marked_sizes_match(&self.folder(*step), *step));
         let Some(&newest) = committed.last() else {
             return Ok(committed);
         };
@@ -367,6 +369,20 @@ impl CheckpointStore {
 }
 
 /// Checks a folder against its marker; the text says what is wrong.
+/// Whether the marker can be read and every file that it names has its size. Cheap: contents are not read.
+fn marked_sizes_match(folder: &Path, step: u32) -> bool {
+    let marker = fs::read(folder.join(MARKER)).ok();
+    let marker = marker.and_then(|text| serde_json::from_slice::<Marker>(&text).ok());
+    marker.is_some_and(|marker| {
+        marker.format == FORMAT
+            && marker.step == step
+            && marker
+                .files
+                .iter()
+                .all(|record| fs::metadata(folder.join(&record.path)).is_ok_and(|m| m.len() == record.size))
+    })
+}
+
 fn verify(folder: &Path, step: u32) -> Result<u64, String> {
     let text = match fs::read(folder.join(MARKER)) {
         Ok(text) => text,
