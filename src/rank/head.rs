@@ -15,8 +15,9 @@
 //! | workers | a trial to start | [`Buffer::step_done`] | until the run ends |
 //! | agents | model calls | engine threads, never this one | their own limits |
 //!
-//! A step is: batch, trainer, weights to the engines, `step_done`, checkpoint, validation, metrics. The
-//! order matters: trials of the next version start only when every engine has the new weights.
+//! A step is: batch, trainer, weights to the engines, `step_done`, metrics, checkpoint, validation. The
+//! order matters: trials of the next version start only when every engine has the new weights, and a step
+//! that is in a checkpoint has its row of metrics.
 
 use super::{
     checkpointing::Checkpointing,
@@ -125,6 +126,10 @@ impl<'a> Head<'a> {
         if first == 0 && self.settings.schedule.val_before_train {
             self.validate(0)?;
         }
+        if first == self.total_steps && !self.report.has_validation(first) {
+            // The last attempt was killed between its last checkpoint and the end of the validation.
+            self.validate(first)?;
+        }
         let rollouts = self.start_rollouts();
         let outcome = self.steps(&rollouts);
         self.control.stop_trials();
@@ -179,25 +184,24 @@ impl<'a> Head<'a> {
             timed(&mut timing, "update_weights", || self.publish_weights())?;
             self.buffer.step_done(PolicyVersion(step))?;
 
-            let last = step == self.total_steps;
-            if last || due(step, self.settings.schedule.save_freq) {
-                timed(&mut timing, "save_checkpoint", || self.save())?;
-            }
-            let score = if last || due(step, self.settings.schedule.test_freq) {
-                timed(&mut timing, "testing", || self.validate(step))?
-            } else {
-                None
-            };
-            let reports = self.checkpoints.collect(&self.buffer)?;
-            self.note_checkpoints(&reports);
             timing.insert("step".into(), begin.elapsed().as_secs_f64());
+            // Before the checkpoint: a step that survives has its row.
             self.report.step(
                 metrics,
                 &timing,
                 self.buffer.status(),
                 &self.parts.engine_status(),
-                score.as_ref(),
             );
+
+            let last = step == self.total_steps;
+            if last || due(step, self.settings.schedule.save_freq) {
+                self.save()?;
+            }
+            if last || due(step, self.settings.schedule.test_freq) {
+                self.validate(step)?;
+            }
+            let reports = self.checkpoints.collect(&self.buffer)?;
+            self.note_checkpoints(&reports);
             if self.stop.is_set() && !last {
                 return Ok(false);
             }
@@ -304,10 +308,11 @@ impl<'a> Head<'a> {
     }
 
     /// Runs the held-out tasks at the current version. Nothing without `VAL_FILES`, or after a stop.
-    fn validate(&self, step: u32) -> anyhow::Result<Option<super::validation::ValidationScore>> {
+    fn validate(&self, step: u32) -> anyhow::Result<()> {
         let Some(index) = &self.parts.tasks.val else {
-            return Ok(None);
+            return Ok(());
         };
+        let begin = Instant::now();
         let round = Arc::new(
             Validation::open(
                 &self.settings.paths.run.join("validation"),
@@ -341,11 +346,10 @@ impl<'a> Head<'a> {
             .control
             .wait(&format!("validation of step {step}"), limit, workers)?;
         if end == WorkersEnd::Stopped {
-            return Ok(None);
+            return Ok(());
         }
-        let score = round.score();
-        self.report.validation(step, &score);
-        Ok(Some(score))
+        self.report.validation(step, &round.score(), begin.elapsed());
+        Ok(())
     }
 }
 

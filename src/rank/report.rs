@@ -2,8 +2,8 @@
 //!
 //! Keys of a step's row are verl's where verl has one. Of our own:
 //! `staleness/{min,mean,max}` (lag of the batch's groups in versions), `buffer/*` (state after the step),
-//! `engine/*` (sums over replicas), `timing_s/{gen,update_weights,save_checkpoint,testing,step}`, and
-//! `val-core/<project>/reward/mean@N` with `val-aux/…` for counts.
+//! `engine/*` (sums over replicas), `timing_s/{gen,update_weights,step}`. A validation has a row of its own with
+//! the same step: `timing_s/testing`, `val-core/<project>/reward/mean@N` with `val-aux/…` for counts.
 //!
 //! Nothing here stops a run; what cannot be written is said once in the log.
 
@@ -192,7 +192,6 @@ impl Report {
         timing: &BTreeMap<String, f64>,
         buffer: BufferStatus,
         engines: &[EngineStatus],
-        score: Option<&ValidationScore>,
     ) {
         let step = metrics.step;
         let mut row: Row = metrics.values;
@@ -215,9 +214,6 @@ impl Report {
         row.insert("buffer/dropped_trials".into(), buffer.dropped_trials as f64);
         row.insert("buffer/shard_bytes".into(), buffer.shard_bytes as f64);
         self.add_engines(&mut row, engines);
-        if let Some(score) = score {
-            self.add_score(&mut row, score);
-        }
         let line = step_line(&row);
         self.write(step, &row);
         self.progress.step_done(step.into(), &line);
@@ -256,6 +252,13 @@ impl Report {
         row.insert("val-aux/dropped".into(), score.dropped as f64);
     }
 
+    /// Whether the held-out tasks were scored at this step, by this attempt or an earlier one.
+    pub fn has_validation(&self, step: u32) -> bool {
+        let path = lock(&self.metrics).jsonl_path().to_owned();
+        let scored = |row: &Row| row.contains_key("val-aux/trials");
+        metrics::read(&path).is_ok_and(|rows| rows.get(&u64::from(step)).is_some_and(scored))
+    }
+
     /// Held-out tasks begin.
     pub fn validation_started(&self, step: u32, trials: usize) {
         self.journal
@@ -264,7 +267,7 @@ impl Report {
     }
 
     /// Held-out tasks are done.
-    pub fn validation(&self, step: u32, score: &ValidationScore) {
+    pub fn validation(&self, step: u32, score: &ValidationScore, elapsed: Duration) {
         self.journal.record(
             "validation",
             json!({ "step": step, "mean_reward": score.mean_reward, "trials": score.trials, "dropped": score.dropped, "by_task": score.by_task }),
@@ -276,11 +279,9 @@ impl Report {
             "held out after step {step}: {mean} over {} tasks, {} trials, {} dropped",
             score.tasks, score.trials, score.dropped
         ));
-        if step == 0 {
-            let mut row = Row::new();
-            self.add_score(&mut row, score);
-            self.write(0, &row);
-        }
+        let mut row = Row::from([("timing_s/testing".to_owned(), elapsed.as_secs_f64())]);
+        self.add_score(&mut row, score);
+        self.write(step, &row);
     }
 
     /// What the workers call at every event of a trial.

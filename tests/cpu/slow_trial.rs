@@ -70,6 +70,8 @@ fn a_slow_trial_does_not_stall_the_trainer() {
         .values()
         .filter_map(|r| r.get("timing_s/gen").copied())
         .collect();
+    // The last step has nothing that could take the slow group's place.
+    let waits = &waits[..waits.len() - 1];
     let longest = waits.iter().copied().fold(0.0, f64::max);
     eprintln!("slow trial: {cut} trials cut off, longest wait for a batch {longest:.1} s, lags {lags:?}");
     assert!(
