@@ -20,7 +20,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(BATCH, "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU", integer(1), Derived("(MAX_PROMPT + MAX_RESP) / SP_SIZE"), "tokens", Common,
         "Tokens that are packed into one micro-batch; a longer sequence goes alone."),
     row(BATCH, "ENABLE_GRADIENT_CHECKPOINTING", Bool, Value("True"), "", Common,
-        "Keep only the input of each block and compute the block again in the backward pass. False keeps each block's graph: a third faster, at several times the memory."),
+        "Keep only the input of each block and compute the block again in the backward pass. False keeps each block's graph: faster, for more memory."),
 
     row(ALGORITHM, "ADV_ESTIMATOR", Choice(AdvEstimator::NAMES), Value("grpo"), "", Common,
         "How rewards become advantages. `grpo` compares the trials of a prompt."),
