@@ -51,11 +51,60 @@ pub struct Settings {
     pub scheduler: SchedulerSettings,
     /// Native engine.
     pub engine: EngineSettings,
+    /// Parallel plan of trainer and engine.
+    pub plan: PlanSettings,
+    /// Kubernetes.
+    pub kubernetes: KubernetesSettings,
+    /// Docker.
+    pub docker: DockerSettings,
+}
+
+/// Parallel plan of trainer and engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlanSettings {
+    /// `EP_SIZE`: ranks that share a layer's experts.
+    pub ep_size: u32,
+    /// `GEN_TP`: ranks of an engine replica.
+    pub gen_tp: u32,
+    /// `ENABLE_R3`; `None` goes by the checkpoint.
+    pub enable_r3: Option<bool>,
+    /// `FUSED_KERNELS`.
+    pub fused_kernels: bool,
+    /// `ENABLE_ACTIVATION_OFFLOAD`.
+    pub activation_offload: bool,
+    /// `ROLLOUT_IS`; `None` is without importance weights.
+    pub rollout_is: Option<RolloutIs>,
+    /// `HARBOR_AGENT_NAME`; `None` leaves it to the scaffold.
+    pub agent_name: Option<String>,
+}
+
+/// Kubernetes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KubernetesSettings {
+    /// `K8S_KUBECONFIG`.
+    pub kubeconfig: Option<PathBuf>,
+    /// `K8S_NAMESPACE`.
+    pub namespace: String,
+    /// `HARBOR_K8S_INLINE_BUILD`.
+    pub inline_build: bool,
+    /// `HARBOR_OPENSWE_IMAGE_REGISTRY`.
+    pub image_registry: Option<String>,
+    /// `HARBOR_NYDUS_MIRROR`.
+    pub nydus_mirror: Option<String>,
+}
+
+/// Docker.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DockerSettings {
+    /// `DOCKER_HOST`; `None` is the daemon of this machine.
+    pub host: Option<String>,
 }
 
 /// Names and axes of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSettings {
+    /// The command that reads the config.
+    pub kind: RunKind,
     /// `PROJECT_NAME`.
     pub project_name: String,
     /// `EXP_NAME`.

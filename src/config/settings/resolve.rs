@@ -224,6 +224,7 @@ pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
 
 fn read(r: &mut Resolver<'_>) -> Settings {
     let run = RunSettings {
+        kind: RunKind::Train,
         project_name: folder_name(r, "PROJECT_NAME"),
         exp_name: folder_name(r, "EXP_NAME"),
         training_mode: r.choice("TRAINING_MODE", TrainingMode::from_name, TrainingMode::Sync),
@@ -306,8 +307,19 @@ fn read(r: &mut Resolver<'_>) -> Settings {
                 .int("HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_MB")
                 .and_then(|n| u64::try_from(n).ok()),
         },
+        plan: plan(r),
+        kubernetes: KubernetesSettings {
+            kubeconfig: r.path("K8S_KUBECONFIG"),
+            namespace: r.string("K8S_NAMESPACE"),
+            inline_build: r.bool("HARBOR_K8S_INLINE_BUILD"),
+            image_registry: r.text("HARBOR_OPENSWE_IMAGE_REGISTRY"),
+            nydus_mirror: r.text("HARBOR_NYDUS_MIRROR"),
+        },
+        docker: DockerSettings {
+            host: r.text("DOCKER_HOST"),
+        },
         proxy: ProxySettings {
-            host: r.string("PROXY_HOST"),
+            host: proxy_host(r, run.backend),
             port: r
                 .int("PROXY_PORT")
                 .and_then(|n| u16::try_from(n).ok())
@@ -353,6 +365,28 @@ fn topology(r: &mut Resolver<'_>) -> TopologySettings {
         ngpus_per_node: r.u32("NGPUS_PER_NODE"),
         sp_size: r.u32("SP_SIZE"),
     }
+}
+
+fn plan(r: &mut Resolver<'_>) -> PlanSettings {
+    PlanSettings {
+        ep_size: r.u32("EP_SIZE"),
+        gen_tp: r.u32("GEN_TP"),
+        enable_r3: r.opt_bool("ENABLE_R3"),
+        fused_kernels: r.bool("FUSED_KERNELS"),
+        activation_offload: r.bool("ENABLE_ACTIVATION_OFFLOAD"),
+        rollout_is: r.text("ROLLOUT_IS").and_then(|text| RolloutIs::from_name(&text)),
+        agent_name: r.text("HARBOR_AGENT_NAME"),
+    }
+}
+
+/// Sandboxes on this machine need nothing but loopback; others come over the network.
+fn proxy_host(r: &mut Resolver<'_>, backend: Backend) -> String {
+    let set = r.text("PROXY_HOST");
+    let computed = match backend {
+        Backend::Process => "127.0.0.1",
+        _ => "0.0.0.0",
+    };
+    r.derive("PROXY_HOST", set, computed.to_owned())
 }
 
 fn batch(r: &mut Resolver<'_>, window: u32, sp_size: u32) -> BatchSettings {

@@ -154,3 +154,23 @@ choice!(
         Linear = "linear",
     }
 );
+choice!(
+    /// `ROLLOUT_IS`: importance weights between sampling and training.
+    RolloutIs {
+        /// One weight a token.
+        Token = "token",
+        /// One weight a sequence.
+        Sequence = "sequence",
+    }
+);
+choice!(
+    /// What a run does: the command that reads the config, not a variable.
+    RunKind {
+        /// Trains a policy.
+        Train = "train",
+        /// Measures a policy on a task set.
+        Eval = "eval",
+        /// Samples trials of an index with a policy.
+        Infer = "infer",
+    }
+);

@@ -3,6 +3,7 @@
 
 mod algorithm;
 mod inert;
+mod remote;
 mod rollout;
 mod run;
 
@@ -81,9 +82,14 @@ pub struct Variable {
 
 /// Every variable that has an effect, by section and in reading order.
 pub fn all() -> impl Iterator<Item = &'static Variable> {
-    [run::VARIABLES, algorithm::VARIABLES, rollout::VARIABLES]
-        .into_iter()
-        .flatten()
+    [
+        run::VARIABLES,
+        algorithm::VARIABLES,
+        rollout::VARIABLES,
+        remote::VARIABLES,
+    ]
+    .into_iter()
+    .flatten()
 }
 
 /// The variable with this name.

@@ -48,7 +48,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(SANDBOX, "HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_MB", Integer { min: 16, max: 1 << 30 }, Unset("the task's own number"), "MiB", Common,
         "Memory of a sandbox."),
 
-    row(PROXY, "PROXY_HOST", Text, Value("127.0.0.1"), "", Advanced,
+    row(PROXY, "PROXY_HOST", Text, Derived("127.0.0.1 under BACKEND=process, else 0.0.0.0"), "", Advanced,
         "Address that the proxy listens on."),
     row(PROXY, "PROXY_PORT", Integer { min: 0, max: 65535 }, Value("0"), "", Advanced,
         "Port of the proxy; 0 takes any free one."),
