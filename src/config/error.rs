@@ -73,6 +73,31 @@ pub enum ConfigError {
         #[source]
         source: io::Error,
     },
+    /// A file or folder that a flag or an environment variable names cannot be used.
+    #[error("{what} {path}, named by {by}: {source}")]
+    Named {
+        /// What it should be.
+        what: &'static str,
+        /// Flag or variable.
+        by: String,
+        /// Absolute path.
+        path: String,
+        /// Operating system's error.
+        #[source]
+        source: io::Error,
+    },
+    /// Two layers cannot both be meant.
+    #[error("{location}: {what}, and {other}\n  {help}")]
+    Contradiction {
+        /// The place of one of them.
+        location: Location,
+        /// What it says.
+        what: String,
+        /// What the other says.
+        other: String,
+        /// What to write.
+        help: String,
+    },
     /// The file is far larger than any run config.
     #[error("{path} has {bytes} bytes; a run config has at most {limit}. Is this the right file?")]
     TooLarge {
@@ -154,6 +179,10 @@ pub enum WarningKind {
     AmbientIgnored,
     /// A value was used before a later layer changed it.
     ReadBeforeSet,
+    /// One file sets a variable twice.
+    SetTwice,
+    /// A folder of template modules of the original lies near and is not read.
+    ForeignTemplates,
 }
 
 impl fmt::Display for ConfigWarning {

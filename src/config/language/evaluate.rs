@@ -21,7 +21,9 @@ pub trait Names {
     /// of the process environment that the table does not know.
     fn fallback(&mut self, name: &str, location: &Location) -> Option<String>;
     /// A variable of the process environment, for `${X:-…}` and its relatives.
-    fn environment(&self, name: &str) -> Option<String>;
+    fn environment(&mut self, name: &str) -> Option<String>;
+    /// Notes that a line refers to a variable.
+    fn refer(&mut self, _name: &str) {}
     /// True for arrays, which have no text.
     fn is_array(&self, name: &str) -> bool;
     /// Sets a variable.
@@ -131,6 +133,9 @@ impl Evaluation<'_> {
                 format!("{name} is an array and has no single value"),
                 "use its items where they are needed",
             );
+        }
+        if operation.is_none_or(|o| matches!(o.kind, OperationKind::Otherwise | OperationKind::Alternative)) {
+            self.names.refer(name);
         }
         let Some(operation) = operation else {
             let value = self.names.configured(name);

@@ -21,7 +21,7 @@ impl Names for Variables {
     fn fallback(&mut self, name: &str, _: &Location) -> Option<String> {
         self.environment.get(name).cloned()
     }
-    fn environment(&self, name: &str) -> Option<String> {
+    fn environment(&mut self, name: &str) -> Option<String> {
         self.environment.get(name).cloned()
     }
     fn is_array(&self, name: &str) -> bool {

@@ -3,10 +3,17 @@
 //! Stages receive these structs, never text, command-line flags or the process environment. A field
 //! is named after its variable, which `docs/configuration.md` explains; durations are [`Duration`],
 //! sizes carry their unit. Paths are absolute.
+//!
+//! Settings hold no secrets: no variable that they are made from has a secret name. They are written to
+//! logs, sent between ranks and stored with checkpoints.
 
+mod offline;
+mod remote;
 mod resolve;
 pub mod values;
 
+pub use offline::{EvalSettings, InferSettings};
+pub use remote::{AgentRuntimeSettings, DockerSettings, HostMount, ImageSettings, KubernetesSettings};
 pub use resolve::{check_text, resolve, Derived};
 
 use serde::{Deserialize, Serialize};
@@ -53,10 +60,20 @@ pub struct Settings {
     pub engine: EngineSettings,
     /// Parallel plan of trainer and engine.
     pub plan: PlanSettings,
-    /// Kubernetes.
+    /// Agent files of remote sandboxes.
+    pub agent_runtime: AgentRuntimeSettings,
+    /// `BACKEND=k8s`.
     pub kubernetes: KubernetesSettings,
-    /// Docker.
+    /// `BACKEND=docker`.
     pub docker: DockerSettings,
+    /// Task images of remote sandboxes.
+    pub images: ImageSettings,
+    /// `legorl-rank eval`; `None` for other kinds of run.
+    pub eval: Option<EvalSettings>,
+    /// `legorl-rank infer`; `None` for other kinds of run.
+    pub infer: Option<InferSettings>,
+    /// Values that are valid and that this version cannot launch, from the table of variables.
+    pub unavailable: Vec<Unavailable>,
 }
 
 /// Parallel plan of trainer and engine.
@@ -78,32 +95,21 @@ pub struct PlanSettings {
     pub agent_name: Option<String>,
 }
 
-/// Kubernetes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct KubernetesSettings {
-    /// `K8S_KUBECONFIG`.
-    pub kubeconfig: Option<PathBuf>,
-    /// `K8S_NAMESPACE`.
-    pub namespace: String,
-    /// `HARBOR_K8S_INLINE_BUILD`.
-    pub inline_build: bool,
-    /// `HARBOR_OPENSWE_IMAGE_REGISTRY`.
-    pub image_registry: Option<String>,
-    /// `HARBOR_NYDUS_MIRROR`.
-    pub nydus_mirror: Option<String>,
-}
-
-/// Docker.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DockerSettings {
-    /// `DOCKER_HOST`; `None` is the daemon of this machine.
-    pub host: Option<String>,
+/// A value that is valid and that this version cannot launch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unavailable {
+    /// Variable.
+    pub name: String,
+    /// Its value.
+    pub value: String,
+    /// What can be launched, to complete the sentence `use …`.
+    pub instead: String,
 }
 
 /// Names and axes of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSettings {
-    /// The command that reads the config.
+    /// The command: training, evaluation or sampling run.
     pub kind: RunKind,
     /// `PROJECT_NAME`.
     pub project_name: String,
@@ -154,7 +160,7 @@ pub struct ModelSettings {
 /// Task indexes and token budgets.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSettings {
-    /// `TRAIN_FILES`: parquet index.
+    /// `TRAIN_FILES`: parquet index; empty in evaluations and sampling runs.
     pub train_files: PathBuf,
     /// `VAL_FILES`: parquet index; `None` runs without validation.
     pub val_files: Option<PathBuf>,
@@ -227,7 +233,7 @@ pub struct SamplingSettings {
 pub struct ValidationSettings {
     /// `VAL_N`: trials of a held-out task.
     pub n: u32,
-    /// `VAL_TEMPERATURE`, `VAL_TOP_P`, `VAL_TOP_K`.
+    /// `VAL_TEMPERATURE`, `VAL_TOP_P`, `VAL_TOP_K`; temperature 0 where `VAL_DO_SAMPLE` is false.
     pub sampling: SamplingSettings,
     /// `HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC`: cap on the agent's time.
     pub agent_max_timeout: Duration,
@@ -254,6 +260,12 @@ pub struct AlgorithmSettings {
     pub loss_agg_mode: LossAggMode,
     /// `ROLLOUT_CORRECTION_BYPASS`: the ratio is against the policy that sampled.
     pub rollout_correction_bypass: bool,
+    /// `ROLLOUT_IS_THRESHOLD`: largest importance weight.
+    pub rollout_is_threshold: f64,
+    /// `USE_KL_IN_REWARD`.
+    pub use_kl_in_reward: bool,
+    /// `TRAJ_FILTER_FILTER_OVERLONG`.
+    pub filter_overlong: bool,
     /// `ENTROPY_COEFF`.
     pub entropy_coeff: f64,
     /// `USE_KL_LOSS`.
