@@ -8,6 +8,10 @@ level=${1:-short}
 export LEGORL_TEST_LEVEL=$level
 setup/agent.sh
 export LEGORL_AGENT=$PWD/target/x86_64-unknown-linux-gnu/release/legorl-agent
+# The API server that Kubernetes probes are tested with; built once, later from the cache.
+if [ "$level" != short ]; then
+  tests/cluster/kubernetes.sh build || echo "SKIP kubernetes: the API server could not be built"
+fi
 cargo build --bins
 if command -v cargo-nextest >/dev/null; then
   runner=(cargo nextest run --no-fail-fast)

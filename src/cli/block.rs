@@ -48,7 +48,7 @@ impl Model {
     fn of(facts: Option<&Facts>) -> Self {
         match facts.map(|f| &f.model) {
             Some(Ok(model)) => Model::Known {
-                model_type: model.model_type.clone(),
+                model_type: model.shape.model_type.clone(),
             },
             _ => Model::Unknown,
         }

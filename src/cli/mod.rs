@@ -14,6 +14,7 @@
 
 pub mod block;
 pub mod buffer;
+pub mod check;
 pub mod completion;
 mod config_args;
 pub mod config_command;
@@ -91,6 +92,8 @@ enum Command {
     /// Repair a run's buffer
     #[command(subcommand)]
     Buffer(buffer::BufferCommand),
+    /// Say whether a run can start on this machine now, and change nothing
+    Check(check::CheckArgs),
     /// Explain a preflight rule
     Explain(explain::ExplainArgs),
     /// Print the lines that make a shell complete commands and variables
@@ -147,6 +150,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::InitPolicy(args) => init_policy::run(parts, args),
         Command::Config(command) => config_command::run(command),
         Command::Buffer(command) => buffer::run(command),
+        Command::Check(args) => check::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Completion(args) => Ok(completion::script(args)),
         Command::Complete(args) => Ok(completion::complete(args, &definition())),

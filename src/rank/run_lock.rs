@@ -1,4 +1,5 @@
-//! One process tree per run folder. Two jobs that train the same experiment would spoil its buffer.
+//! One process tree per run folder. Two jobs that train the same experiment would spoil its buffer, its
+//! checkpoints and its metrics.
 
 use std::{
     fs::{File, OpenOptions},
@@ -36,14 +37,16 @@ pub enum RunLockError {
 }
 
 impl RunLock {
-    /// Locks `dir/run.lock` and writes who holds it.
-    pub fn acquire(dir: &Path) -> Result<Self, RunLockError> {
-        let path = dir.join("run.lock");
+    /// Locks a file, which is made if need be, and writes who holds it.
+    pub fn acquire(lock: &Path) -> Result<Self, RunLockError> {
+        let path = lock.to_path_buf();
         let io = |source| RunLockError::Io {
             path: path.clone(),
             source,
         };
-        std::fs::create_dir_all(dir).map_err(io)?;
+        if let Some(dir) = path.parent() {
+            std::fs::create_dir_all(dir).map_err(io)?;
+        }
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -85,13 +88,14 @@ mod tests {
     #[test]
     fn a_second_holder_is_named_and_refused_until_the_first_is_gone() {
         let dir = tempfile::tempdir().unwrap();
-        let first = RunLock::acquire(dir.path()).unwrap();
-        let error = RunLock::acquire(dir.path()).unwrap_err().to_string();
+        let lock = dir.path().join("new/run.lock");
+        let first = RunLock::acquire(&lock).unwrap();
+        let error = RunLock::acquire(&lock).unwrap_err().to_string();
         assert!(
             error.contains(&format!("process {}", std::process::id())),
             "{error}"
         );
         drop(first);
-        RunLock::acquire(dir.path()).unwrap();
+        RunLock::acquire(&lock).unwrap();
     }
 }

@@ -33,6 +33,7 @@ use crate::{
         hf::ModelConfig,
         net::{Device, Policy},
     },
+    preflight::facts::folders,
     rollout::{
         sandbox::{
             process::{ProcessBackend, ProcessBackendConfig},
@@ -111,7 +112,10 @@ pub fn run_head(
     roles: &RoleMap,
     stop: StopFlag,
 ) -> anyhow::Result<ExitCode> {
-    let _lock = RunLock::acquire(&settings.paths.run)?;
+    let _locks = folders::locks(settings)
+        .iter()
+        .map(|(_, lock)| RunLock::acquire(lock))
+        .collect::<Result<Vec<_>, _>>()?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),
