@@ -110,3 +110,75 @@ fn explain_prints_a_rule_and_names_the_nearest() {
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("nearest is `topology`"));
 }
+
+/// Situations that the documentation of the original lists as common failures: what is set, what the
+/// structure check ends with, and what its line says.
+#[test]
+fn common_failures_are_one_line_each() {
+    let k8s = ["BACKEND=k8s", "K8S_KUBECONFIG=/k", "HARBOR_K8S_INLINE_BUILD=true"];
+    let cases: [(&str, Vec<&str>, i32, &[&str]); 6] = [
+        (
+            "placeholder left in",
+            vec!["MODEL_PATH=CHANGEME", "SCAFFOLD=ohsdk"],
+            0,
+            &["WARN", "MODEL_PATH still CHANGEME"],
+        ),
+        (
+            "unknown model",
+            vec!["MODEL_PATH=CHANGEME", "SCAFFOLD=ohsdk"],
+            0,
+            &["WARN", "no rule knows this model"],
+        ),
+        (
+            "no kubeconfig",
+            vec!["BACKEND=k8s", "HARBOR_K8S_INLINE_BUILD=true"],
+            1,
+            &["FATAL", "K8S_KUBECONFIG is required"],
+        ),
+        (
+            "no image source",
+            vec!["BACKEND=k8s", "K8S_KUBECONFIG=/k"],
+            1,
+            &[
+                "FATAL",
+                "HARBOR_OPENSWE_IMAGE_REGISTRY is empty and HARBOR_K8S_INLINE_BUILD=false",
+            ],
+        ),
+        (
+            "two image sources",
+            [&k8s[..], &["HARBOR_OPENSWE_IMAGE_REGISTRY=r:5000"]].concat(),
+            1,
+            &["FATAL", "choose one"],
+        ),
+        (
+            "a rule violated",
+            vec!["NNODES=3", "N_NODES_TRAIN=1"],
+            1,
+            &["FATAL", "NNODES=3 but N_NODES_TRAIN=1 + N_NODES_ROLLOUT=0 = 1"],
+        ),
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("run.env"), CONFIG).unwrap();
+    for (what, set, code, parts) in cases {
+        let mut arguments = vec!["--structure-only", "run.env"];
+        for value in &set {
+            arguments.extend(["--set", value]);
+        }
+        let output = run(&arguments, dir.path());
+        let text = out(&output).replace("\n           ", " ");
+        assert_eq!(output.status.code(), Some(code), "{what}:\n{text}");
+        let found = text
+            .lines()
+            .any(|line| parts.iter().all(|part| line.contains(part)));
+        assert!(found, "{what}: no line holds {parts:?}:\n{text}");
+    }
+    let full = run(
+        &["--preflight-only", "run.env", "--set", "MODEL_PATH=CHANGEME"],
+        dir.path(),
+    );
+    assert_eq!(
+        full.status.code(),
+        Some(1),
+        "a placeholder stops everything but the structure check"
+    );
+}

@@ -167,10 +167,6 @@ impl Case {
         self.get(name).parse().unwrap_or(0)
     }
 
-    fn window(&self) -> u64 {
-        self.number("MAX_PROMPT") + self.number("MAX_RESP")
-    }
-
     /// Base and overrides, each variable once.
     fn values(&self) -> BTreeMap<String, String> {
         let base = BASE.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
@@ -526,15 +522,17 @@ fn verdicts_agree_with_the_original_where_it_is_right() {
     if let Some(path) = std::env::var_os("LEGORL_WRITE_CORPUS") {
         let lines = cases.iter().map(|case| {
             json!({"kind": case.kind.name(), "model": case.model, "checkpoint": case.checkpoint.name(),
-                "missing": case.missing, "values": case.values()})
+                "missing": case.missing, "values": case.values(), "ours": format!("{:?}", case.judge())})
             .to_string()
         });
         std::fs::write(path, lines.collect::<Vec<_>>().join("\n")).unwrap();
     }
-    let table: Vec<&str> = include_str!("corpus/original.txt")
-        .lines()
-        .filter(|line| !line.starts_with('#'))
-        .collect();
+    let table = std::fs::read_to_string(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/src/preflight/corpus/original.txt"
+    ))
+    .unwrap();
+    let table: Vec<&str> = table.lines().filter(|line| !line.starts_with('#')).collect();
     assert_eq!(
         table.len(),
         cases.len(),

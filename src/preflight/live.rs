@@ -74,9 +74,14 @@ fn steps() -> Vec<Row> {
     let arguments = ["--noheader", "--me", "--steps", "--format=%i|%j|%M|%N"];
     match ask("squeue", &arguments, DEADLINE) {
         Err(Refusal::Missing) => vec![row("slurm", State::Note, "Slurm is not installed here")],
-        Err(Refusal::Failed(problem)) => vec![row("slurm", State::Note, problem)],
+        Err(refused) => vec![row("slurm", State::Note, last_line(&refused))],
         Ok(text) => parse_steps(&text),
     }
+}
+
+/// Programs that fail tell the cause last.
+fn last_line(refused: &Refusal) -> String {
+    refused.to_string().lines().last().unwrap_or_default().to_owned()
 }
 
 fn parse_steps(text: &str) -> Vec<Row> {
@@ -269,7 +274,7 @@ fn libraries(facts: &Facts) -> Vec<Row> {
     for (program, arguments) in versions {
         let detail = match ask(program, arguments, DEADLINE) {
             Ok(text) => format!("{program}: {}", text.lines().next().unwrap_or("")),
-            Err(refusal) => format!("{program}: {refusal}"),
+            Err(refused) => format!("{program}: {}", last_line(&refused)),
         };
         rows.push(row("program", State::Note, detail));
     }

@@ -120,7 +120,7 @@ def main():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
         print("# number, exit code, rules that refuse, rules that warn: made by original.py")
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() * 2) as pool:
             for line in pool.map(lambda job: judge(root, *job), enumerate(cases)):
                 print(line, flush=True)
 

@@ -6,7 +6,7 @@ use crate::{
     preflight::facts::{Facts, FolderFacts, IndexFacts, Limit, ModelFacts, SharedMemory},
 };
 
-/// A sound configuration, with overrides.
+/// A sound configuration, with overrides; of two for one variable the later holds.
 pub(crate) fn settings(set: &[&str]) -> Settings {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let config = folder.path().join("run.env");
@@ -16,8 +16,13 @@ pub(crate) fn settings(set: &[&str]) -> Settings {
          NGPUS_PER_NODE=1\nTRAIN_BSZ=8\nMAX_PROMPT=256\nMAX_RESP=512\n",
     )
     .expect("the config can be written");
+    let name = |text: &str| text.split('=').next().unwrap_or_default().to_owned();
+    let last = set.iter().enumerate().filter(|(at, text)| {
+        let later = &set[at + 1..];
+        !later.iter().any(|other| name(other) == name(text))
+    });
     let request = LoadRequest {
-        set: set.iter().map(|s| (*s).to_owned()).collect(),
+        set: last.map(|(_, text)| (*text).to_owned()).collect(),
         ..LoadRequest::isolated(config, folder.path())
     };
     config::load(&request)

@@ -8,7 +8,7 @@ use crate::{
     preflight::{
         fatal,
         model_family::{self, Family},
-        ok, warn, Facts, Outcome, Rule, EVERY_RUN,
+        ok, skip, warn, Facts, Outcome, Rule, EVERY_RUN,
     },
 };
 
@@ -55,6 +55,9 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             ToolCallParser::Hermes,
             format!("Qwen3-30B-A3B writes JSON for SCAFFOLD={scaffold}"),
         ),
+        (Family::Other, Scaffold::Mini | Scaffold::Terminus2) if markup_unread(facts) => {
+            return vec![skip(format!("tool_parser={parser} against the chat template: needs the checkpoint"))]
+        }
         _ => {
             return vec![warn(format!(
                 "tool_parser={parser}: no rule knows this model ({how}) with SCAFFOLD={scaffold}; compare with its chat template"
@@ -68,6 +71,11 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             "TOOL_CALL_PARSER={parser}, but {because} ({how}); set {needed}"
         ))
     }]
+}
+
+/// The checkpoint was not looked at, or another rule says that it cannot be read.
+fn markup_unread(facts: Option<&Facts>) -> bool {
+    !facts.is_some_and(|f| f.model.is_ok())
 }
 
 #[cfg(test)]
@@ -114,6 +122,7 @@ mod tests {
         assert_eq!(verdict("Qwen3-30B-A3B", "ohsdk", "qwen3_coder"), Verdict::Fatal);
         assert_eq!(verdict("Qwen3-30B-A3B", "mini", "hermes"), Verdict::Warn);
         assert_eq!(verdict("Qwen3-8B", "cc", "hermes"), Verdict::Warn);
+        assert_eq!(verdict("Qwen3-8B", "mini", "hermes"), Verdict::Skip);
         assert_eq!(verdict("Qwen3.5-35B-A3B", "oc", "hermes"), Verdict::Ok);
     }
 }
