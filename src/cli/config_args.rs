@@ -11,7 +11,7 @@ pub struct ConfigArgs {
     #[arg(value_name = "CONFIG")]
     pub config: PathBuf,
     /// Override a variable; may be given several times
-    #[arg(long = "set", value_name = "NAME=VALUE")]
+    #[arg(long = "set", value_name = "NAME=VALUE", value_parser = assignment)]
     pub set: Vec<String>,
     /// Site file: values of this cluster, below the run config; LEGORL_SITE names one as well
     #[arg(long, value_name = "FILE")]
@@ -19,6 +19,14 @@ pub struct ConfigArgs {
     /// Folder of template modules; LEGORL_TEMPLATES names one as well
     #[arg(long, value_name = "DIR")]
     pub templates: Option<PathBuf>,
+}
+
+/// The form alone: whether the variable exists and takes the value is for the configuration to say.
+fn assignment(text: &str) -> Result<String, String> {
+    match text.split_once('=') {
+        Some((name, _)) if !name.trim().is_empty() => Ok(text.to_owned()),
+        _ => Err("write --set NAME=VALUE".into()),
+    }
 }
 
 impl ConfigArgs {

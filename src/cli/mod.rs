@@ -176,6 +176,8 @@ fn with_default_command(mut arguments: Vec<OsString>) -> Vec<OsString> {
     match text(1) {
         None => return arguments,
         Some(first) if GENERAL.contains(&first) || is_command(first) => return arguments,
+        // A mistyped command is for clap to explain.
+        Some(first) if !first.starts_with('-') && is_nearly_a_command(first) => return arguments,
         Some(_) => {}
     }
     let mut at = 1;
@@ -192,6 +194,17 @@ fn with_default_command(mut arguments: Vec<OsString>) -> Vec<OsString> {
     };
     arguments.insert(1, command);
     arguments
+}
+
+/// True for a word that looks like a command with a typing mistake and is no file.
+fn is_nearly_a_command(word: &str) -> bool {
+    let near = |name: &str| strsim::damerau_levenshtein(name, word) <= 2;
+    word.len() > 3
+        && !word.contains(['.', '/'])
+        && !std::path::Path::new(word).exists()
+        && Arguments::command()
+            .get_subcommands()
+            .any(|command| near(command.get_name()))
 }
 
 /// Prints to standard output; a reader that went away (`| head`) is not an error.
@@ -220,6 +233,10 @@ mod tests {
             "train --structure-only run.env"
         );
         assert_eq!(complete("--strict train run.env"), "train --strict run.env");
+        assert_eq!(complete("eval run.env"), "eval run.env");
+        assert_eq!(complete("--dry-run infer run.env"), "infer --dry-run run.env");
+        assert_eq!(complete("--site s.env run.env"), "train --site s.env run.env");
+        assert_eq!(complete("trian run.env"), "trian run.env");
         assert_eq!(complete("--set train=1 run.env"), "train --set train=1 run.env");
         assert_eq!(complete("config show run.env"), "config show run.env");
         assert_eq!(complete("--help"), "--help");

@@ -55,7 +55,11 @@ impl fmt::Display for ValueProblem {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The path names no file.
-    #[error("config not found: `{given}`\n  looked for {tried}; a relative path counts from the working directory {cwd}")]
+    #[error(
+        "config not found: `{given}`\n  looked for {tried}; a relative path counts from the working directory \
+         {cwd}{}",
+        near.as_ref().map_or(String::new(), |near| format!("\n  did you mean {near}?"))
+    )]
     NotFound {
         /// Path as given.
         given: String,
@@ -63,6 +67,8 @@ pub enum ConfigError {
         tried: String,
         /// Working directory.
         cwd: String,
+        /// A file beside it with nearly that name.
+        near: Option<String>,
     },
     /// The file cannot be read.
     #[error("cannot read {path}: {source}")]

@@ -14,6 +14,8 @@
 
 pub mod error;
 pub mod language;
+#[cfg(test)]
+mod layer_tests;
 pub mod layers;
 pub mod reference;
 pub mod settings;

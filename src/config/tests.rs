@@ -8,18 +8,19 @@ use std::{
 };
 use tempfile::TempDir;
 
-const SOUND: &str = "PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=models/m\nTRAIN_FILES=t.parquet\n";
+pub(super) const SOUND: &str = "PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=models/m\nTRAIN_FILES=t.parquet\n";
 
 /// A folder with files, and a request for one of them.
-struct Fixture {
+pub(super) struct Fixture {
     folder: TempDir,
     set: Vec<String>,
     environment: BTreeMap<String, String>,
     kind: RunKind,
+    site: Option<PathBuf>,
 }
 
 impl Fixture {
-    fn new(files: &[(&str, &str)]) -> Self {
+    pub(super) fn new(files: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         for (name, text) in files {
             let path = folder.path().join(name);
@@ -31,37 +32,49 @@ impl Fixture {
             set: Vec::new(),
             environment: BTreeMap::new(),
             kind: RunKind::Train,
+            site: None,
         }
     }
 
-    fn set(mut self, text: &str) -> Self {
+    pub(super) fn set(mut self, text: &str) -> Self {
         self.set.push(text.to_owned());
         self
     }
 
-    fn env(mut self, name: &str, value: &str) -> Self {
+    pub(super) fn env(mut self, name: &str, value: &str) -> Self {
         self.environment.insert(name.to_owned(), value.to_owned());
         self
     }
 
-    fn root(&self) -> PathBuf {
+    pub(super) fn kind(mut self, kind: RunKind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    pub(super) fn site(mut self, path: &str) -> Self {
+        self.site = Some(path.into());
+        self
+    }
+
+    pub(super) fn root(&self) -> PathBuf {
         self.folder.path().canonicalize().unwrap()
     }
 
-    fn load(&self, config: &str) -> Result<Loaded, ConfigError> {
+    pub(super) fn load(&self, config: &str) -> Result<Loaded, ConfigError> {
         load(&LoadRequest {
             kind: self.kind,
+            site: self.site.clone(),
             set: self.set.clone(),
             environment: self.environment.clone(),
             ..LoadRequest::isolated(config, self.root())
         })
     }
 
-    fn ok(&self, config: &str) -> Loaded {
+    pub(super) fn ok(&self, config: &str) -> Loaded {
         self.load(config).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    fn error(&self, config: &str) -> String {
+    pub(super) fn error(&self, config: &str) -> String {
         match self.load(config) {
             Ok(_) => panic!("{config} must be refused"),
             Err(error) => error.to_string(),
@@ -69,11 +82,11 @@ impl Fixture {
     }
 }
 
-fn run(text: &str) -> Fixture {
+pub(super) fn run(text: &str) -> Fixture {
     Fixture::new(&[("configs/run.env", &format!("{SOUND}{text}"))])
 }
 
-fn origin(loaded: &Loaded, name: &str) -> String {
+pub(super) fn origin(loaded: &Loaded, name: &str) -> String {
     show::rows(loaded)
         .into_iter()
         .find(|row| row.name == name)

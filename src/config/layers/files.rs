@@ -35,6 +35,8 @@ pub(super) enum Found {
 pub(super) struct Templates {
     pub repo_root: PathBuf,
     folder: Option<PathBuf>,
+    /// A folder that is not read.
+    foreign: Option<PathBuf>,
     pub warnings: Vec<ConfigWarning>,
 }
 
@@ -46,12 +48,26 @@ pub(super) fn find_config(request: &LoadRequest) -> Result<PathBuf, ConfigError>
             given: request.config.display().to_string(),
             tried: joined.display().to_string(),
             cwd: request.cwd.display().to_string(),
+            near: near(&joined).map(|name| request.config.with_file_name(name).display().to_string()),
         }),
         Err(source) => Err(ConfigError::Read {
             path: joined.display().to_string(),
             source,
         }),
     }
+}
+
+/// The file of the same folder whose name is nearest to that of a missing one.
+fn near(missing: &Path) -> Option<String> {
+    const MAX_FILES: usize = 1000;
+    let wanted = missing.file_name()?.to_str()?;
+    let entries = std::fs::read_dir(missing.parent()?).ok()?.take(MAX_FILES);
+    entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .map(|name| (strsim::damerau_levenshtein(&name, wanted), name))
+        .min()
+        .filter(|(distance, _)| *distance <= 2)
+        .map(|(_, name)| name)
 }
 
 pub(super) fn find_site(request: &LoadRequest) -> Result<Option<PathBuf>, ConfigError> {
@@ -82,6 +98,7 @@ pub(super) fn find_templates(request: &LoadRequest, config: &Path) -> Result<Tem
     let mut templates = Templates {
         repo_root,
         folder: near,
+        foreign: None,
         warnings: Vec::new(),
     };
     if let Some(given) = request.named(&request.templates, TEMPLATES_VARIABLE) {
@@ -106,6 +123,7 @@ pub(super) fn find_templates(request: &LoadRequest, config: &Path) -> Result<Tem
                 folder.display()
             ),
         });
+        templates.foreign = Some(folder);
     }
     Ok(templates)
 }
@@ -157,6 +175,12 @@ pub(super) fn find_module(
     }
     if let Some((name, text)) = builtin::find(module) {
         return Ok(Found::BuiltIn(name, text));
+    }
+    if let Some(foreign) = &templates.foreign {
+        tried.push(format!(
+            "not in {}, which belongs to the original",
+            foreign.display()
+        ));
     }
     tried.push(format!(
         "the modules that are built into legorl-rank: {}",
