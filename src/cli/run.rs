@@ -49,10 +49,14 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         Ok(loaded) => loaded,
         // Every rank reads the same configuration, so one of them says what is wrong with it. A launch
         // that fails because only some nodes lack a file is explained by each of them.
-        Err(error) if !place.is_head() && !(args.launches() && differs_by_node(&error)) => {
-            return Ok(ExitCode::FAILURE)
+        Err(error) => {
+            let explains = place.is_head() || (args.launches() && differs_by_node(&error));
+            return if explains {
+                Err(error.into())
+            } else {
+                Ok(ExitCode::FAILURE)
+            };
         }
-        Err(error) => return Err(error.into()),
     };
     let (warnings, refused) = report::warnings(&loaded.warnings, args.strict);
     print(&warnings);

@@ -71,16 +71,15 @@ pub enum ConfigError {
         near: Option<String>,
     },
     /// The file cannot be read.
-    #[error("cannot read {path}: {source}")]
+    #[error("cannot read {path}: {error}")]
     Read {
         /// File.
         path: String,
         /// Operating system's error.
-        #[source]
-        source: io::Error,
+        error: io::Error,
     },
     /// A file or folder that a flag or an environment variable names cannot be used.
-    #[error("{what} {path}, named by {by}: {source}")]
+    #[error("{what} {path}, named by {by}: {error}")]
     Named {
         /// What it should be.
         what: &'static str,
@@ -89,8 +88,7 @@ pub enum ConfigError {
         /// Absolute path.
         path: String,
         /// Operating system's error.
-        #[source]
-        source: io::Error,
+        error: io::Error,
     },
     /// Two layers cannot both be meant.
     #[error("{location}: {what}, and {other}\n  {help}")]

@@ -406,6 +406,13 @@ fn files_that_never_end_and_files_of_another_kind_are_refused() {
 
 #[test]
 fn values_that_belong_elsewhere_are_explained() {
+    let text = run("MAX_PROMPT=30,000\nTRAIN_BSZ=\"8 \"\n").error("configs/run.env");
+    assert!(
+        text.contains("`30,000`; write digits alone") && text.contains("`8 `\n") | text.ends_with("`8 `"),
+        "{text}"
+    );
+    let text = run("TEMPLATE_MODULES=( mode/sync.env, engine/fsdp.env )\n").error("configs/run.env");
+    assert!(text.contains("blanks separate"), "{text}");
     let text = run("ADV_ESTIMATOR=gspo\nSCAFFOLD=claude-code\nHARBOR_HOSTPATH_MOUNTS='{}'\nHARBOR_HOSTPATH_NODE_REWRITE=a\nDOCKER_HOST=ssh://h\n")
         .error("configs/run.env");
     for part in [

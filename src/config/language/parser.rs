@@ -509,7 +509,11 @@ impl Parser {
         self.cursor.skip_blanks();
         let shown = self.cursor.preview();
         if self.cursor.name() != "date" || !matches!(self.cursor.peek(), Some(' ' | '\t' | ')')) {
-            return fail_at(location, format!("the command `{shown}` is not run"), HELP);
+            return fail_at(
+                location,
+                format!("the command `{}` is not run", shown.trim_end_matches([')', '"'])),
+                HELP,
+            );
         }
         self.cursor.skip_blanks();
         let flag = ["-u ", "--utc "]

@@ -50,9 +50,9 @@ pub(super) fn find_config(request: &LoadRequest) -> Result<PathBuf, ConfigError>
             cwd: request.cwd.display().to_string(),
             near: near(&joined).map(|name| request.config.with_file_name(name).display().to_string()),
         }),
-        Err(source) => Err(ConfigError::Read {
+        Err(error) => Err(ConfigError::Read {
             path: joined.display().to_string(),
-            source,
+            error,
         }),
     }
 }
@@ -77,11 +77,11 @@ pub(super) fn find_site(request: &LoadRequest) -> Result<Option<PathBuf>, Config
     let joined = request.cwd.join(&given);
     match joined.canonicalize() {
         Ok(path) => Ok(Some(path)),
-        Err(source) => Err(ConfigError::Named {
+        Err(error) => Err(ConfigError::Named {
             what: "site file",
             by: by(&request.site, "--site", SITE_VARIABLE),
             path: joined.display().to_string(),
-            source,
+            error,
         }),
     }
 }
@@ -107,11 +107,11 @@ pub(super) fn find_templates(request: &LoadRequest, config: &Path) -> Result<Tem
             true => Ok(path),
             false => Err(io::Error::other("it is not a folder")),
         });
-        let folder = folder.map_err(|source| ConfigError::Named {
+        let folder = folder.map_err(|error| ConfigError::Named {
             what: "folder of template modules",
             by: by(&request.templates, "--templates", TEMPLATES_VARIABLE),
             path: joined.display().to_string(),
-            source,
+            error,
         })?;
         templates.folder = Some(folder);
     } else if let Some(folder) = templates.folder.take_if(|folder| is_of_the_original(folder)) {
@@ -176,6 +176,9 @@ pub(super) fn find_module(
     if let Some((name, text)) = builtin::find(module) {
         return Ok(Found::BuiltIn(name, text));
     }
+    if module.ends_with(',') {
+        tried.push("blanks separate the modules of a list, not commas".to_owned());
+    }
     if let Some(foreign) = &templates.foreign {
         tried.push(format!(
             "not in {}, which belongs to the original",
@@ -200,9 +203,9 @@ pub(super) fn shown(path: &Path, cwd: &Path) -> PathBuf {
 
 /// The bytes of a file of ordinary size. Devices and pipes are refused: they may never end.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
-    let fail = |source| ConfigError::Read {
+    let fail = |error| ConfigError::Read {
         path: path.display().to_string(),
-        source,
+        error,
     };
     let metadata = std::fs::metadata(path).map_err(fail)?;
     if !metadata.is_file() {

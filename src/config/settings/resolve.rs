@@ -22,8 +22,9 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
         Kind::Integer { min, max } => match text.parse::<i64>() {
             Ok(n) if (min..=max).contains(&n) => Ok(()),
             _ => Err(format!(
-                "must be a whole number {}, and is `{shown}`",
-                range(&min, &max, i64::from(u32::MAX))
+                "must be a whole number {}, and is `{shown}`{}",
+                range(&min, &max, i64::from(u32::MAX)),
+                digits_hint(text)
             )),
         },
         Kind::Number { min, max } => match text.parse::<f64>() {
@@ -54,6 +55,19 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
                 names.join(", ")
             ))
         }
+    }
+}
+
+/// For numbers that are written for readers: `30,000`, `30_000`, `30k`, `1e3`.
+fn digits_hint(text: &str) -> &'static str {
+    let number = text.starts_with(|c: char| c.is_ascii_digit())
+        && text
+            .chars()
+            .all(|c| c.is_ascii_digit() || ",_'kKmMgGeE.".contains(c));
+    if number && text.contains(|c: char| !c.is_ascii_digit()) {
+        "; write digits alone"
+    } else {
+        ""
     }
 }
 
