@@ -23,7 +23,7 @@ pub mod report;
 pub mod task;
 pub mod train;
 
-use crate::config::Loaded;
+use crate::{base::error_chain, config::Loaded};
 use clap::{Parser, Subcommand};
 use std::{ffi::OsString, io::Write, process::ExitCode};
 
@@ -126,7 +126,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
             } else {
                 format!("[rank {}] ", place.rank)
             };
-            let _ = writeln!(std::io::stderr(), "{rank}[FATAL] {error:#}");
+            let _ = writeln!(std::io::stderr(), "{rank}[FATAL] {}", error_chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }
