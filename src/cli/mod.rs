@@ -18,6 +18,7 @@ pub mod exec;
 pub mod explain;
 pub mod index;
 pub mod init_policy;
+pub mod model;
 pub mod place;
 pub mod report;
 pub mod task;
@@ -36,6 +37,8 @@ pub enum Tensors {
         train: fn(&Loaded) -> anyhow::Result<ExitCode>,
         /// Writes a starting policy.
         init_policy: fn(&init_policy::InitPolicyArgs) -> anyhow::Result<()>,
+        /// Runs a model folder on given tokens.
+        model_run: fn(&model::ModelRunArgs) -> anyhow::Result<()>,
     },
     /// They are in the binary of this name, beside this one.
     In(&'static str),
@@ -44,7 +47,7 @@ pub enum Tensors {
 /// What a binary does itself.
 #[derive(Clone, Copy)]
 pub struct Parts {
-    /// Training and starting policies.
+    /// Training, starting policies, running models.
     pub tensors: Tensors,
 }
 
@@ -72,6 +75,9 @@ enum Command {
     Task(task::TaskCommand),
     /// Write a small starting policy
     InitPolicy(init_policy::InitPolicyArgs),
+    /// Look at a model folder, run it, write it back
+    #[command(subcommand)]
+    Model(model::ModelCommand),
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
@@ -82,12 +88,13 @@ enum Command {
     Explain(explain::ExplainArgs),
 }
 
-const COMMANDS: [&str; 8] = [
+const COMMANDS: [&str; 9] = [
     "buffer",
     "train",
     "index",
     "task",
     "init-policy",
+    "model",
     "config",
     "explain",
     "help",
@@ -113,6 +120,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::Index(command) => index::run(command),
         Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
+        Command::Model(command) => model::run(parts, command),
         Command::Config(command) => config_command::run(command),
         Command::Buffer(command) => buffer::run(command),
         Command::Explain(args) => explain::run(args),

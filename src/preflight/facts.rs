@@ -139,12 +139,7 @@ fn model(dir: &Path) -> Result<ModelFacts, String> {
 /// Every tensor of the architecture is there with its shape.
 fn weights(dir: &Path, config: &ModelConfig) -> Result<(), String> {
     let checkpoint = Checkpoint::open(dir).map_err(|error| error.to_string())?;
-    for tensor in config.tensor_table() {
-        checkpoint
-            .get(&tensor.name, &tensor.shape)
-            .map_err(|error| error.to_string())?;
-    }
-    Ok(())
+    checkpoint.check(config).map_err(|error| error.to_string())
 }
 
 /// Renders one tool call with the folder's own template and sees which parser reads it back.
