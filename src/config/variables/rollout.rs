@@ -39,6 +39,15 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AGENT, "HARBOR_MAX_CONSECUTIVE_NO_TOOL", integer(0), Value("3"), "turns", Advanced,
         "Turns in a row without a tool call before the session is closed; 0 never closes it."),
 
+    row(AGENT, "HARBOR_AGENT_RUNTIME_IMAGE", Text, Unset("no image"), "", Common,
+        "Image that holds the agent's files, for `docker` and `k8s`."),
+    row(AGENT, "HARBOR_AGENT_RUNTIME_IMAGE_SUBPATH", Text, Unset("the whole image"), "", Advanced,
+        "Folder of that image that is mounted."),
+    row(AGENT, "HARBOR_AGENT_RUNTIME_MOUNT_PATH", Text, Unset("not mounted"), "", Advanced,
+        "Place of that folder in the sandbox."),
+    row(AGENT, "HARBOR_AGENT_VERSION", Text, Unset("the scaffold's own"), "", Advanced,
+        "Version of the agent, for reports."),
+
     row(SANDBOX, "SANDBOX_ROOTFS", Path, Unset("the host's system folders, read-only"), "", Common,
         "Root tree of process sandboxes."),
     row(SANDBOX, "SANDBOX_PIDS_LIMIT", integer(8), Value("256"), "processes", Advanced,
@@ -48,7 +57,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(SANDBOX, "HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_MB", Integer { min: 16, max: 1 << 30 }, Unset("the task's own number"), "MiB", Common,
         "Memory of a sandbox."),
 
-    row(PROXY, "PROXY_HOST", Text, Value("127.0.0.1"), "", Advanced,
+    row(PROXY, "PROXY_HOST", Text, Derived("127.0.0.1 under BACKEND=process, else 0.0.0.0"), "", Advanced,
         "Address that the proxy listens on."),
     row(PROXY, "PROXY_PORT", Integer { min: 0, max: 65535 }, Value("0"), "", Advanced,
         "Port of the proxy; 0 takes any free one."),

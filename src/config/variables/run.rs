@@ -1,7 +1,9 @@
 //! Variables of the run itself: identity, axes, model, data, folders, topology, schedule.
 
 use super::{between, integer, number, row, DefaultValue::*, Kind, Kind::*, Tier::*, Variable};
-use crate::config::settings::values::{Backend, ModelEngine, Scaffold, ToolCallParser, TrainingMode};
+use crate::config::settings::values::{
+    Backend, ModelEngine, RunKind, Scaffold, ToolCallParser, TrainingMode,
+};
 
 const IDENTITY: &str = "Identity";
 const AXES: &str = "Axes";
@@ -23,11 +25,11 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AXES, "TRAINING_MODE", Choice(TrainingMode::NAMES), Value("sync"), "", Essential,
         "`sync`: one pool that trains and generates in turn. `async`: separate pools, and the trainer never waits for the slowest trial."),
     row(AXES, "MODEL_ENGINE", Choice(ModelEngine::NAMES), Value("fsdp"), "", Essential,
-        "Parallel plan of the trainer. `fsdp` shards dense policies."),
+        "Parallel plan of the trainer. `fsdp` shards dense policies; `veomni` adds expert and sequence parallelism for mixture-of-experts policies; `megatron` is tensor parallelism."),
     row(AXES, "SCAFFOLD", Choice(Scaffold::NAMES), Value("mini"), "", Essential,
-        "The agent that works on a task. `mini` is the built-in shell agent."),
+        "The agent that works on a task. `mini` is the built-in shell agent, `ohsdk` the OpenHands SDK, `oh` OpenHands, `cc` Claude Code, `oc` OpenCode."),
     row(AXES, "BACKEND", Choice(Backend::NAMES), Value("process"), "", Essential,
-        "Where sandboxes run. `process` uses bubblewrap on the machine itself."),
+        "Where sandboxes run. `process` uses bubblewrap on the machine itself, `docker` a Docker daemon, `k8s` Kubernetes pods, `apptainer` Apptainer on the node."),
 
     row(MODEL, "MODEL_PATH", Path, Required, "", Essential,
         "Starting policy: a folder in Hugging Face layout."),
@@ -36,7 +38,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(MODEL, "TOOL_CALL_PARSER", Choice(ToolCallParser::NAMES), Value("hermes"), "", Essential,
         "Markup of tool calls; it must be the one that the checkpoint's chat template writes."),
     row(MODEL, "TRAIN_FILES", Path, Required, "", Essential,
-        "Training index: a parquet table that points at task folders (`legorl-rank index build`)."),
+        "Training index: a parquet table that points at task folders (`legorl-rank index build`).").only_for(&[RunKind::Train]),
     row(MODEL, "VAL_FILES", Path, Unset("the run has no validation"), "", Essential,
         "Held-out index, in the same form."),
     row(MODEL, "MAX_PROMPT", integer(1), Value("30000"), "tokens", Common,
@@ -83,6 +85,8 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Trials of each held-out task."),
     row(VALIDATION, "VAL_TEMPERATURE", between(0.0, 100.0), Value("0.7"), "", Common,
         "Sampling temperature in validation; 0 is greedy."),
+    row(VALIDATION, "VAL_DO_SAMPLE", Bool, Value("True"), "", Advanced,
+        "False makes validation greedy, whatever VAL_TEMPERATURE says."),
     row(VALIDATION, "VAL_TOP_P", between(1e-6, 1.0), Value("1.0"), "", Advanced,
         "Nucleus in validation; 1.0 keeps all tokens."),
     row(VALIDATION, "VAL_TOP_K", Integer { min: -1, max: u32::MAX as i64 }, Value("-1"), "tokens", Advanced,

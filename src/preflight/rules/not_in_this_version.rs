@@ -62,10 +62,18 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     } else {
         Verdict::Warn
     };
-    let missing: Vec<Outcome> = rows
+    let by_row = rows
         .iter()
         .filter(|(.., available)| !available)
-        .map(|(name, value, known, _)| {
+        .map(|(name, value, known, _)| (*name, *value, *known));
+    // Rows of the table of variables that name what can be launched.
+    let by_table = s
+        .unavailable
+        .iter()
+        .map(|u| (u.name.as_str(), u.value.as_str(), u.instead.as_str()));
+    let missing: Vec<Outcome> = by_row
+        .chain(by_table)
+        .map(|(name, value, known)| {
             (
                 verdict,
                 format!("{name}={value} is not in this version; use {known}"),
