@@ -102,8 +102,10 @@ fn head(loaded: &Loaded, model: &Model) -> Vec<Row> {
         ),
         RunKind::Eval | RunKind::Infer => format!("scaffold={} backend={}", s.run.scaffold, s.run.backend),
     };
-    vec![
-        ("config", s.run.config_path.display().to_string()),
+    let site = loaded.layered.site_path.as_ref();
+    let mut rows = vec![("config", s.run.config_path.display().to_string())];
+    rows.extend(site.map(|path| ("", format!("site={}", path.display()))));
+    rows.extend([
         (
             "experiment",
             format!("project={}  exp={}", s.run.project_name, s.run.exp_name),
@@ -120,7 +122,8 @@ fn head(loaded: &Loaded, model: &Model) -> Vec<Row> {
                 s.model.served_model_name, s.model.tool_call_parser
             ),
         ),
-    ]
+    ]);
+    rows
 }
 
 fn topology(s: &Settings) -> String {

@@ -1,6 +1,10 @@
 //! Arguments of every command that reads a run config.
 
-use crate::config::{values::RunKind, LoadRequest};
+use super::exec;
+use crate::{
+    config::{self, values::RunKind, ConfigError, LoadRequest, Loaded},
+    observe::Redactor,
+};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -30,13 +34,25 @@ fn assignment(text: &str) -> Result<String, String> {
 }
 
 impl ConfigArgs {
-    /// The request to load it for this process.
+    /// Loads it for this process. From then on its secrets are removed from everything that is printed.
+    pub fn load(&self, kind: RunKind) -> Result<Loaded, ConfigError> {
+        let loaded = config::load(&self.request(kind))?;
+        for secret in loaded.layered.secrets() {
+            Redactor::global().add(secret);
+        }
+        Ok(loaded)
+    }
+
+    /// The request for this process; [`Self::load`] is what commands want.
     pub fn request(&self, kind: RunKind) -> LoadRequest {
+        let request = LoadRequest::from_process(&self.config, self.set.clone());
         LoadRequest {
             kind,
             site: self.site.clone(),
             templates: self.templates.clone(),
-            ..LoadRequest::from_process(&self.config, self.set.clone())
+            // A name with `$(date …)` in it must be the one that was printed and checked.
+            now: exec::moment_of_the_first_program().unwrap_or(request.now),
+            ..request
         }
     }
 

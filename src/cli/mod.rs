@@ -128,10 +128,10 @@ fn report_panic(panic: &std::panic::PanicHookInfo<'_>) {
     if trace.status() == std::backtrace::BacktraceStatus::Captured {
         text.push_str(&format!("\n{trace}"));
     }
-    let text = Redactor::global().clean(&text).into_owned();
     let _ = writeln!(
         std::io::stderr(),
-        "[FATAL] defect in legorl-rank, please report it: {text}"
+        "[FATAL] defect in legorl-rank, please report it: {}",
+        Redactor::global().clean(&text)
     );
 }
 
@@ -231,6 +231,35 @@ mod tests {
         let arguments = with_default_command(arguments.map(OsString::from).collect());
         let words: Vec<_> = arguments[1..].iter().map(|a| a.to_string_lossy()).collect();
         words.join(" ")
+    }
+
+    /// A panic's message may quote any value.
+    #[test]
+    fn a_crash_report_holds_no_secret() {
+        const CHILD: &str = "LEGORL_TEST_CRASH";
+        if std::env::var_os(CHILD).is_some() {
+            super::Redactor::global().add("from-the-config-1234");
+            std::panic::set_hook(Box::new(super::report_panic));
+            panic!(
+                "{} and from-the-config-1234",
+                std::env::var("SOME_API_KEY").unwrap()
+            );
+        }
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "cli::tests::a_crash_report_holds_no_secret",
+                "--nocapture",
+            ])
+            .env(CHILD, "1")
+            .env("SOME_API_KEY", "from-the-environment-1234")
+            .env("RUST_BACKTRACE", "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains("[FATAL] defect in legorl-rank"), "{text}");
+        assert!(text.contains("<redacted> and <redacted>"), "{text}");
+        assert!(!text.contains("1234"), "{text}");
     }
 
     #[test]

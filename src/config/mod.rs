@@ -37,6 +37,8 @@ pub struct Loaded {
     pub layered: Layered,
     /// What computed defaults came to, by variable.
     pub derived: settings::Derived,
+    /// The moment that `$(date …)` shows.
+    pub read_at: std::time::SystemTime,
     /// What the user should know.
     pub warnings: Vec<ConfigWarning>,
 }
@@ -49,6 +51,7 @@ pub fn load(request: &LoadRequest) -> Result<Loaded, ConfigError> {
         settings,
         layered,
         derived,
+        read_at: request.now,
         warnings,
     })
 }

@@ -53,7 +53,7 @@ pub fn markdown() -> String {
 /// What holds for all variables of a section.
 fn note(section: &str) -> &'static str {
     match section {
-        remote::KUBERNETES | remote::DOCKER | remote::IMAGES => {
+        remote::AGENT_FILES | remote::KUBERNETES | remote::DOCKER | remote::IMAGES => {
             "Read and checked by preflight; this version cannot start such sandboxes yet.\n\n"
         }
         offline::EVAL => {

@@ -133,7 +133,7 @@ fn matters(variable: &Variable, backend: &str) -> bool {
     match variable.section {
         remote::KUBERNETES => backend == Backend::K8s.name(),
         remote::DOCKER => backend == Backend::Docker.name(),
-        remote::IMAGES => backend != Backend::Process.name(),
+        remote::IMAGES | remote::AGENT_FILES => backend != Backend::Process.name(),
         _ => true,
     }
 }

@@ -39,14 +39,6 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AGENT, "HARBOR_MAX_CONSECUTIVE_NO_TOOL", integer(0), Value("3"), "turns", Advanced,
         "Turns in a row without a tool call before the session is closed; 0 never closes it."),
 
-    row(AGENT, "HARBOR_AGENT_RUNTIME_IMAGE", Text, Unset("no image"), "", Common,
-        "Image that holds the agent's files, for `docker` and `k8s`."),
-    row(AGENT, "HARBOR_AGENT_RUNTIME_IMAGE_SUBPATH", Text, Unset("the whole image"), "", Advanced,
-        "Folder of that image that is mounted."),
-    row(AGENT, "HARBOR_AGENT_RUNTIME_MOUNT_PATH", Text, Unset("not mounted"), "", Advanced,
-        "Place of that folder in the sandbox."),
-    row(AGENT, "HARBOR_AGENT_VERSION", Text, Unset("the scaffold's own"), "", Advanced,
-        "Version of the agent, for reports."),
 
     row(SANDBOX, "SANDBOX_ROOTFS", Path, Unset("the host's system folders, read-only"), "", Common,
         "Root tree of process sandboxes."),
