@@ -97,6 +97,8 @@ choice!(
         Hermes = "hermes",
         /// XML parameters inside `<tool_call>`.
         Qwen3Coder = "qwen3_coder",
+        /// The one of these that the checkpoint's chat template writes.
+        Auto = "auto",
     }
 );
 choice!(
