@@ -180,6 +180,8 @@ pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
         tcp: Some(address),
         tool_call_parser: model.tool_call_parser.name().to_owned(),
         max_body_bytes: p.max_request_body_bytes,
+        train_branches: p.train_branches.clone(),
+        max_session_tokens: p.max_session_tokens,
         ..ProxyConfig::new(
             node_folder(settings)?.join("proxy.sock"),
             model.served_model_name.clone(),
