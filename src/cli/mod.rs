@@ -22,6 +22,7 @@ pub mod exec;
 pub mod explain;
 pub mod index;
 pub mod init_policy;
+pub mod model;
 pub mod place;
 pub mod report;
 pub mod run;
@@ -30,6 +31,7 @@ pub mod task;
 pub use config_args::ConfigArgs;
 
 use crate::{
+    base::error_chain,
     config::{values::RunKind, Loaded},
     observe::Redactor,
 };
@@ -45,6 +47,8 @@ pub enum Tensors {
         train: fn(&Loaded) -> anyhow::Result<ExitCode>,
         /// Writes a starting policy.
         init_policy: fn(&init_policy::InitPolicyArgs) -> anyhow::Result<()>,
+        /// Runs a model folder on given tokens.
+        model_run: fn(&model::ModelRunArgs) -> anyhow::Result<()>,
     },
     /// They are in the binary of this name, beside this one.
     In(&'static str),
@@ -53,7 +57,7 @@ pub enum Tensors {
 /// What a binary does itself.
 #[derive(Clone, Copy)]
 pub struct Parts {
-    /// Training and starting policies.
+    /// Training, starting policies, running models.
     pub tensors: Tensors,
 }
 
@@ -85,6 +89,9 @@ enum Command {
     Task(task::TaskCommand),
     /// Write a small starting policy
     InitPolicy(init_policy::InitPolicyArgs),
+    /// Look at a model folder, run it, write it back
+    #[command(subcommand)]
+    Model(model::ModelCommand),
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
@@ -145,6 +152,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::Index(command) => index::run(command),
         Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
+        Command::Model(command) => model::run(parts, command),
         Command::Config(command) => config_command::run(command),
         Command::Buffer(command) => buffer::run(command),
         Command::Explain(args) => explain::run(args),
@@ -160,7 +168,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
             } else {
                 format!("[rank {}] ", place.rank)
             };
-            let text = format!("{rank}[FATAL] {error:#}");
+            let text = format!("{rank}[FATAL] {}", error_chain(error.as_ref()));
             let _ = writeln!(std::io::stderr(), "{}", Redactor::global().clean(&text));
             ExitCode::FAILURE
         }

@@ -2,6 +2,7 @@
 
 use super::values::*;
 use super::*;
+use crate::base::BranchKind;
 use crate::config::{
     error::{ConfigError, ValueProblem},
     layers::Layered,
@@ -397,6 +398,10 @@ fn read(r: &mut Resolver<'_>) -> Settings {
                 .and_then(|n| u16::try_from(n).ok())
                 .unwrap_or_default(),
             max_request_body_bytes: (r.u32("MAX_REQUEST_BODY_MB") as usize) << 20,
+            train_branches: branch_kinds(r, "PROXY_TRAIN_BRANCHES"),
+            max_session_tokens: r
+                .int("PROXY_MAX_SESSION_TOKENS")
+                .and_then(|n| u64::try_from(n).ok()),
         },
         scheduler: SchedulerSettings {
             enabled: r.bool("HARBOR_SESSION_LEVEL_SCHEDULER"),
@@ -432,6 +437,25 @@ fn folder_name(r: &mut Resolver<'_>, name: &'static str) -> String {
         );
     }
     text
+}
+
+/// Names with commas between them.
+fn branch_kinds(r: &mut Resolver<'_>, name: &'static str) -> Vec<BranchKind> {
+    let text = r.string(name);
+    let mut kinds = Vec::new();
+    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+        match BranchKind::from_name(word) {
+            Some(kind) => kinds.push(kind),
+            None => {
+                let known: Vec<&str> = BranchKind::ALL.iter().map(|kind| kind.name()).collect();
+                r.problem(
+                    name,
+                    format!("names the unknown kind `{word}`; known: {}", known.join(", ")),
+                );
+            }
+        }
+    }
+    kinds
 }
 
 fn topology(r: &mut Resolver<'_>) -> TopologySettings {

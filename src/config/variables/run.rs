@@ -36,7 +36,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(MODEL, "SERVED_MODEL_NAME", Text, Value("vllm_model"), "", Advanced,
         "Model name that agents see at the proxy."),
     row(MODEL, "TOOL_CALL_PARSER", Choice(ToolCallParser::NAMES), Value("hermes"), "", Essential,
-        "Markup of tool calls; it must be the one that the checkpoint's chat template writes."),
+        "Markup of tool calls; it must be the one that the checkpoint's chat template writes. `auto` finds it out."),
     row(MODEL, "TRAIN_FILES", Path, Required, "", Essential,
         "Training index: a parquet table that points at task folders (`legorl-rank index build`).").only_for(&[RunKind::Train]),
     row(MODEL, "VAL_FILES", Path, Unset("the run has no validation"), "", Essential,

@@ -2,7 +2,7 @@
 
 use crate::{
     config::{
-        values::{AdvEstimator, Backend, ModelEngine, Scaffold, ToolCallParser},
+        values::{AdvEstimator, Backend, ModelEngine, Scaffold},
         Settings,
     },
     preflight::{Facts, Outcome, Rule, Verdict},
@@ -19,7 +19,7 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let run = &s.run;
-    let rows: [(&str, &str, &str, bool); 6] = [
+    let rows: [(&str, &str, &str, bool); 5] = [
         (
             "BACKEND",
             run.backend.name(),
@@ -43,12 +43,6 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             s.algorithm.adv_estimator.name(),
             "grpo",
             s.algorithm.adv_estimator == AdvEstimator::Grpo,
-        ),
-        (
-            "TOOL_CALL_PARSER",
-            s.model.tool_call_parser.name(),
-            "hermes",
-            s.model.tool_call_parser == ToolCallParser::Hermes,
         ),
         (
             "SP_SIZE",
