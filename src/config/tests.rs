@@ -266,7 +266,7 @@ fn wrong_values_are_all_named_with_their_places() {
         .error("configs/run.env");
     assert!(text.starts_with("6 problems"), "{text}");
     for part in [
-        "configs/run.env:5:1: TRAIN_BSZ must be a whole number of at least 1, and is `-3`",
+        "configs/run.env:5:1: TRAIN_BSZ must be a whole number from 1 to 65536, and is `-3`",
         "configs/run.env:6:1: ACTOR_LR must be a number from 0 to 1, and is `1e-6x`",
         "configs/run.env:7:1: BACKEND must be one of process, docker, k8s, apptainer, and is `proces`; did you mean `process`?",
         "USE_KL_LOSS must be True or False",

@@ -64,7 +64,7 @@ fn digits_hint(text: &str) -> &'static str {
     let number = text.starts_with(|c: char| c.is_ascii_digit())
         && text
             .chars()
-            .all(|c| c.is_ascii_digit() || ",_'kKmMgGeE.".contains(c));
+            .all(|c| c.is_ascii_digit() || ",_'kKmMgGeE".contains(c));
     if number && text.contains(|c: char| !c.is_ascii_digit()) {
         "; write digits alone"
     } else {

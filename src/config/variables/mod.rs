@@ -170,6 +170,11 @@ const fn row(
     }
 }
 
+/// Whole numbers from `min` to `max`: more is a mistake, and products of such numbers stay small.
+const fn whole(min: i64, max: i64) -> Kind {
+    Kind::Integer { min, max }
+}
+
 /// Whole numbers from `min`, bounded so that products of sizes stay inside 64 bits.
 const fn integer(min: i64) -> Kind {
     Kind::Integer {

@@ -1,7 +1,7 @@
 //! Variables of what lies outside this machine or this version's own engine: parallel plan, routing
 //! replay, importance weights, Kubernetes, Docker, task images.
 
-use super::{between, integer, number, row, DefaultValue::*, Kind::*, Tier::*, Variable};
+use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
 use crate::config::settings::values::RolloutIs;
 
 /// Section of the agent's files in remote sandboxes.
@@ -17,9 +17,9 @@ pub const IMAGES: &str = "Task images";
 
 #[rustfmt::skip]
 pub(super) const VARIABLES: &[Variable] = &[
-    row(PLAN, "EP_SIZE", integer(1), Value("1"), "ranks", Common,
+    row(PLAN, "EP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
         "Ranks that share the experts of a layer.").only(&["1"]),
-    row(PLAN, "GEN_TP", integer(1), Value("1"), "ranks", Common,
+    row(PLAN, "GEN_TP", whole(1, 1024), Value("1"), "ranks", Common,
         "Ranks of an engine replica that share its attention heads; it divides the key-value heads.").only(&["1"]),
     row(PLAN, "ENABLE_R3", Bool, Unset("on for a mixture of experts, off for a dense policy"), "", Common,
         "Routing replay: train with the experts that were chosen when a token was sampled.").only(&["False"]),
