@@ -102,8 +102,10 @@ fn head(loaded: &Loaded, model: &Model) -> Vec<Row> {
         ),
         RunKind::Eval | RunKind::Infer => format!("scaffold={} backend={}", s.run.scaffold, s.run.backend),
     };
-    vec![
-        ("config", s.run.config_path.display().to_string()),
+    let site = loaded.layered.site_path.as_ref();
+    let mut rows = vec![("config", s.run.config_path.display().to_string())];
+    rows.extend(site.map(|path| ("", format!("site={}", path.display()))));
+    rows.extend([
         (
             "experiment",
             format!("project={}  exp={}", s.run.project_name, s.run.exp_name),
@@ -120,7 +122,8 @@ fn head(loaded: &Loaded, model: &Model) -> Vec<Row> {
                 s.model.served_model_name, s.model.tool_call_parser
             ),
         ),
-    ]
+    ]);
+    rows
 }
 
 fn topology(s: &Settings) -> String {
@@ -370,6 +373,38 @@ mod tests {
             "  schedule     save_freq=5  test_freq=10  val_before_train=True  epochs=1\n",
         ] {
             assert!(text.contains(part), "`{part}` is missing in\n{text}");
+        }
+    }
+
+    /// Every number at the end of its range: nothing overflows on the way to a verdict.
+    #[test]
+    fn extreme_numbers_reach_the_checks() {
+        use crate::config::variables::Kind;
+        let base = "PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=m\nTRAIN_FILES=t\nINDEX_FILE=i\nRESULTS_DIR=r\n\
+                    OUTPUT_INDEX=o\nDATASET_NAME=d\n";
+        for largest in [true, false] {
+            let mut config = base.to_owned();
+            for variable in variables::all() {
+                let text = match variable.kind {
+                    Kind::Integer { min, max } => if largest { max } else { min }.to_string(),
+                    Kind::Number { min, max } => if largest { max } else { min }.to_string(),
+                    _ => continue,
+                };
+                config.push_str(&format!("{}={text}\n", variable.name));
+            }
+            for kind in RunKind::ALL {
+                let folder = tempfile::tempdir().unwrap();
+                std::fs::write(folder.path().join("run.env"), &config).unwrap();
+                let request = LoadRequest {
+                    kind: *kind,
+                    ..LoadRequest::isolated("run.env", folder.path())
+                };
+                let loaded = load(&request).unwrap_or_else(|error| panic!("{error}"));
+                assert!(text(&loaded, None).contains("run configuration"));
+                assert!(crate::cli::dry_run::text(&loaded, &[]).contains("=== Ranks ==="));
+                let report = crate::preflight::check(&loaded.settings, None);
+                assert!(!report.findings.is_empty());
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 
 use super::{block, report, ConfigArgs};
 use crate::{
-    config::{self, values::RunKind, Loaded, Settings},
+    config::{values::RunKind, Loaded, Settings},
     preflight::{
         self,
         live::{self, Row, State},
@@ -26,7 +26,7 @@ pub struct CheckArgs {
 
 /// Runs the command: exit code 0 for YES, 1 for NO.
 pub fn run(args: &CheckArgs) -> anyhow::Result<ExitCode> {
-    let loaded = config::load(&args.config.request(RunKind::Train))?;
+    let loaded = args.config.load(RunKind::Train)?;
     let facts = Facts::probe(&loaded.settings, None);
     let checks = preflight::check(&loaded.settings, Some(&facts));
     let rows = live::probe(&loaded.settings, &facts);

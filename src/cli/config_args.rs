@@ -1,6 +1,10 @@
 //! Arguments of every command that reads a run config.
 
-use crate::config::{values::RunKind, LoadRequest};
+use super::exec;
+use crate::{
+    config::{self, values::RunKind, ConfigError, LoadRequest, Loaded},
+    observe::Redactor,
+};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -11,7 +15,7 @@ pub struct ConfigArgs {
     #[arg(value_name = "CONFIG")]
     pub config: PathBuf,
     /// Override a variable; may be given several times
-    #[arg(long = "set", value_name = "NAME=VALUE")]
+    #[arg(long = "set", value_name = "NAME=VALUE", value_parser = assignment)]
     pub set: Vec<String>,
     /// Site file: values of this cluster, below the run config; LEGORL_SITE names one as well
     #[arg(long, value_name = "FILE")]
@@ -21,14 +25,34 @@ pub struct ConfigArgs {
     pub templates: Option<PathBuf>,
 }
 
+/// The form alone: whether the variable exists and takes the value is for the configuration to say.
+fn assignment(text: &str) -> Result<String, String> {
+    match text.split_once('=') {
+        Some((name, _)) if !name.trim().is_empty() => Ok(text.to_owned()),
+        _ => Err("write --set NAME=VALUE".into()),
+    }
+}
+
 impl ConfigArgs {
-    /// The request to load it for this process.
+    /// Loads it for this process. From then on its secrets are removed from everything that is printed.
+    pub fn load(&self, kind: RunKind) -> Result<Loaded, ConfigError> {
+        let loaded = config::load(&self.request(kind))?;
+        for secret in loaded.layered.secrets() {
+            Redactor::global().add(secret);
+        }
+        Ok(loaded)
+    }
+
+    /// The request for this process; [`Self::load`] is what commands want.
     pub fn request(&self, kind: RunKind) -> LoadRequest {
+        let request = LoadRequest::from_process(&self.config, self.set.clone());
         LoadRequest {
             kind,
             site: self.site.clone(),
             templates: self.templates.clone(),
-            ..LoadRequest::from_process(&self.config, self.set.clone())
+            // A name with `$(date …)` in it must be the one that was printed and checked.
+            now: exec::moment_of_the_first_program().unwrap_or(request.now),
+            ..request
         }
     }
 

@@ -36,7 +36,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<ExitCode> {
     match command {
         ConfigCommand::Reference => super::print(&config::reference::markdown()),
         ConfigCommand::Show(args) => {
-            let loaded = config::load(&args.config.request(args.kind))?;
+            let loaded = args.config.load(args.kind)?;
             for warning in &loaded.warnings {
                 eprintln!("warning: {warning}");
             }

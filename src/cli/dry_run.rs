@@ -10,6 +10,9 @@ use crate::{
 };
 use std::fmt::Write as _;
 
+/// Longest list of ranks.
+const MAX_SHOWN_RANKS: u32 = 4096;
+
 /// The resolved run.
 pub fn text(loaded: &Loaded, arguments: &[String]) -> String {
     let modules = loaded.layered.modules.join(" ");
@@ -69,6 +72,10 @@ fn ranks(loaded: &Loaded) -> String {
     let mut out = format!("{:>5}  {:>5}  {:>4}  role\n", "rank", "node", "gpu");
     if s.run.kind != RunKind::Train {
         let _ = writeln!(out, "{:>5}  {:>5}  {:>4}  {}", 0, 0, 0, s.run.kind);
+        return out;
+    }
+    if s.world_size() > MAX_SHOWN_RANKS {
+        let _ = writeln!(out, "{} ranks, too many to list", s.world_size());
         return out;
     }
     let roles = RoleMap::new(s.run.training_mode, s.world_size());

@@ -23,6 +23,7 @@ pub mod exec;
 pub mod explain;
 pub mod index;
 pub mod init_policy;
+pub mod model;
 pub mod place;
 pub mod report;
 pub mod run;
@@ -31,6 +32,7 @@ pub mod task;
 pub use config_args::ConfigArgs;
 
 use crate::{
+    base::error_chain,
     config::{values::RunKind, Loaded},
     observe::Redactor,
 };
@@ -46,6 +48,8 @@ pub enum Tensors {
         train: fn(&Loaded) -> anyhow::Result<ExitCode>,
         /// Writes a starting policy.
         init_policy: fn(&init_policy::InitPolicyArgs) -> anyhow::Result<()>,
+        /// Runs a model folder on given tokens.
+        model_run: fn(&model::ModelRunArgs) -> anyhow::Result<()>,
     },
     /// They are in the binary of this name, beside this one.
     In(&'static str),
@@ -54,7 +58,7 @@ pub enum Tensors {
 /// What a binary does itself.
 #[derive(Clone, Copy)]
 pub struct Parts {
-    /// Training and starting policies.
+    /// Training, starting policies, running models.
     pub tensors: Tensors,
 }
 
@@ -86,6 +90,9 @@ enum Command {
     Task(task::TaskCommand),
     /// Write a small starting policy
     InitPolicy(init_policy::InitPolicyArgs),
+    /// Look at a model folder, run it, write it back
+    #[command(subcommand)]
+    Model(model::ModelCommand),
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
@@ -124,10 +131,10 @@ fn report_panic(panic: &std::panic::PanicHookInfo<'_>) {
     if trace.status() == std::backtrace::BacktraceStatus::Captured {
         text.push_str(&format!("\n{trace}"));
     }
-    let text = Redactor::global().clean(&text).into_owned();
     let _ = writeln!(
         std::io::stderr(),
-        "[FATAL] defect in legorl-rank, please report it: {text}"
+        "[FATAL] defect in legorl-rank, please report it: {}",
+        Redactor::global().clean(&text)
     );
 }
 
@@ -148,6 +155,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::Index(command) => index::run(command),
         Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
+        Command::Model(command) => model::run(parts, command),
         Command::Config(command) => config_command::run(command),
         Command::Buffer(command) => buffer::run(command),
         Command::Check(args) => check::run(args),
@@ -164,7 +172,7 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
             } else {
                 format!("[rank {}] ", place.rank)
             };
-            let text = format!("{rank}[FATAL] {error:#}");
+            let text = format!("{rank}[FATAL] {}", error_chain(error.as_ref()));
             let _ = writeln!(std::io::stderr(), "{}", Redactor::global().clean(&text));
             ExitCode::FAILURE
         }
@@ -180,6 +188,8 @@ fn with_default_command(mut arguments: Vec<OsString>) -> Vec<OsString> {
     match text(1) {
         None => return arguments,
         Some(first) if GENERAL.contains(&first) || is_command(first) => return arguments,
+        // A mistyped command is for clap to explain.
+        Some(first) if !first.starts_with('-') && is_nearly_a_command(first) => return arguments,
         Some(_) => {}
     }
     let mut at = 1;
@@ -196,6 +206,17 @@ fn with_default_command(mut arguments: Vec<OsString>) -> Vec<OsString> {
     };
     arguments.insert(1, command);
     arguments
+}
+
+/// True for a word that looks like a command with a typing mistake and is no file.
+fn is_nearly_a_command(word: &str) -> bool {
+    let near = |name: &str| strsim::damerau_levenshtein(name, word) <= 2;
+    word.len() > 3
+        && !word.contains(['.', '/'])
+        && !std::path::Path::new(word).exists()
+        && Arguments::command()
+            .get_subcommands()
+            .any(|command| near(command.get_name()))
 }
 
 /// Prints to standard output; a reader that went away (`| head`) is not an error.
@@ -216,6 +237,35 @@ mod tests {
         words.join(" ")
     }
 
+    /// A panic's message may quote any value.
+    #[test]
+    fn a_crash_report_holds_no_secret() {
+        const CHILD: &str = "LEGORL_TEST_CRASH";
+        if std::env::var_os(CHILD).is_some() {
+            super::Redactor::global().add("from-the-config-1234");
+            std::panic::set_hook(Box::new(super::report_panic));
+            panic!(
+                "{} and from-the-config-1234",
+                std::env::var("SOME_API_KEY").unwrap()
+            );
+        }
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "cli::tests::a_crash_report_holds_no_secret",
+                "--nocapture",
+            ])
+            .env(CHILD, "1")
+            .env("SOME_API_KEY", "from-the-environment-1234")
+            .env("RUST_BACKTRACE", "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains("[FATAL] defect in legorl-rank"), "{text}");
+        assert!(text.contains("<redacted> and <redacted>"), "{text}");
+        assert!(!text.contains("1234"), "{text}");
+    }
+
     #[test]
     fn train_is_the_default_command() {
         assert_eq!(complete("run.env"), "train run.env");
@@ -224,6 +274,10 @@ mod tests {
             "train --structure-only run.env"
         );
         assert_eq!(complete("--strict train run.env"), "train --strict run.env");
+        assert_eq!(complete("eval run.env"), "eval run.env");
+        assert_eq!(complete("--dry-run infer run.env"), "infer --dry-run run.env");
+        assert_eq!(complete("--site s.env run.env"), "train --site s.env run.env");
+        assert_eq!(complete("trian run.env"), "trian run.env");
         assert_eq!(complete("--set train=1 run.env"), "train --set train=1 run.env");
         assert_eq!(complete("config show run.env"), "config show run.env");
         assert_eq!(complete("--help"), "--help");

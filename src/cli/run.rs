@@ -3,7 +3,6 @@
 use super::{block, dry_run, exec, place::Place, report, ConfigArgs, Parts, Tensors};
 use crate::{
     config::{self, values::RunKind, Settings},
-    observe::Redactor,
     preflight::{self, Facts},
 };
 use anyhow::bail;
@@ -46,18 +45,19 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         }
     };
 
-    let loaded = match config::load(&args.config.request(kind)) {
+    let loaded = match args.config.load(kind) {
         Ok(loaded) => loaded,
         // Every rank reads the same configuration, so one of them says what is wrong with it. A launch
         // that fails because only some nodes lack a file is explained by each of them.
-        Err(error) if !place.is_head() && !(args.launches() && differs_by_node(&error)) => {
-            return Ok(ExitCode::FAILURE)
+        Err(error) => {
+            let explains = place.is_head() || (args.launches() && differs_by_node(&error));
+            return if explains {
+                Err(error.into())
+            } else {
+                Ok(ExitCode::FAILURE)
+            };
         }
-        Err(error) => return Err(error.into()),
     };
-    for secret in loaded.layered.secrets() {
-        Redactor::global().add(secret);
-    }
     let (warnings, refused) = report::warnings(&loaded.warnings, args.strict);
     print(&warnings);
     if refused {
@@ -71,7 +71,13 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
     let checks = preflight::check(&loaded.settings, facts.as_ref());
     print(&block::text(&loaded, facts.as_ref()));
     print(&report::checks(&checks, report::Style::of_stdout()));
+    if args.dry_run {
+        print(&dry_run::text(&loaded, &args.config.to_words()));
+    }
     if !checks.passes() {
+        if args.dry_run {
+            print("[dry-run] this run would not start: the checks above say why.\n");
+        }
         if place.is_head() && !prints {
             super::print(&report::checks(&checks, report::Style::of_stdout()));
         }
@@ -86,13 +92,12 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         return Ok(ExitCode::SUCCESS);
     }
     if args.dry_run {
-        print(&dry_run::text(&loaded, &args.config.to_words()));
         print("[dry-run] nothing was launched.\n");
         return Ok(ExitCode::SUCCESS);
     }
     match (kind, parts.tensors) {
         (RunKind::Train, Tensors::Here { train, .. }) => train(&loaded),
-        (RunKind::Train, Tensors::In(name)) => Err(exec::replace(name)),
+        (RunKind::Train, Tensors::In(name)) => Err(exec::replace(name, loaded.read_at)),
         (RunKind::Eval | RunKind::Infer, _) if !place.is_head() => Ok(ExitCode::FAILURE),
         (RunKind::Eval | RunKind::Infer, _) => bail!(
             "`legorl-rank {kind}` cannot launch a run in this version; \

@@ -14,6 +14,8 @@
 
 pub mod error;
 pub mod language;
+#[cfg(test)]
+mod layer_tests;
 pub mod layers;
 pub mod reference;
 pub mod settings;
@@ -35,6 +37,8 @@ pub struct Loaded {
     pub layered: Layered,
     /// What computed defaults came to, by variable.
     pub derived: settings::Derived,
+    /// The moment that `$(date …)` shows.
+    pub read_at: std::time::SystemTime,
     /// What the user should know.
     pub warnings: Vec<ConfigWarning>,
 }
@@ -47,6 +51,7 @@ pub fn load(request: &LoadRequest) -> Result<Loaded, ConfigError> {
         settings,
         layered,
         derived,
+        read_at: request.now,
         warnings,
     })
 }

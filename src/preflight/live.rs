@@ -336,9 +336,9 @@ mod tests {
         let run = dir.path().join("runs/p/e");
         let s = settings(&[&format!("RUN_DIR={}", run.display())]);
         assert_eq!(runs(&s)[0].state, State::Free);
-        let _other = crate::rank::run_lock::RunLock::acquire(&dir.path().join("runs/p/x/run.lock")).unwrap();
+        let _other = crate::rank::run_lock::RunLock::of_file(&dir.path().join("runs/p/x/run.lock")).unwrap();
         assert_eq!(runs(&s)[0].state, State::Note, "another experiment");
-        let _own = crate::rank::run_lock::RunLock::acquire(&run.join("run.lock")).unwrap();
+        let _own = crate::rank::run_lock::RunLock::of_file(&run.join("run.lock")).unwrap();
         assert!(runs(&s).iter().any(|row| row.state == State::Taken));
     }
 

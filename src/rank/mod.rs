@@ -35,6 +35,7 @@ pub use launch::run_train;
 mod launch {
     use super::{engine_rank, roles::RoleMap, signals::StopFlag, wiring};
     use crate::{
+        base::error_chain,
         comm::{launch_world, Communicator},
         config::{settings::Settings, Loaded},
         observe::{logging, Attempt, Redactor},
@@ -60,7 +61,7 @@ mod launch {
             }
             Err(error) if size > 1 => {
                 // The other ranks wait for this one: without it the job only burns its allocation.
-                eprintln!("[FATAL] rank {rank} of {size}: {error:#}");
+                eprintln!("[FATAL] rank {rank} of {size}: {}", error_chain(error.as_ref()));
                 world.abort(1)
             }
             Err(error) => Err(error),

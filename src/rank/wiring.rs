@@ -18,7 +18,7 @@ use super::{
     head::Head,
     report::Report,
     roles::RoleMap,
-    run_lock::RunLock,
+    run_lock::RunLocks,
     signals::StopFlag,
     stages,
 };
@@ -33,7 +33,6 @@ use crate::{
         hf::ModelConfig,
         net::{Device, Policy},
     },
-    preflight::facts::folders,
     rollout::{
         sandbox::{
             process::{ProcessBackend, ProcessBackendConfig},
@@ -112,10 +111,7 @@ pub fn run_head(
     roles: &RoleMap,
     stop: StopFlag,
 ) -> anyhow::Result<ExitCode> {
-    let _locks = folders::locks(settings)
-        .iter()
-        .map(|(_, lock)| RunLock::acquire(lock))
-        .collect::<Result<Vec<_>, _>>()?;
+    let _locks = RunLocks::acquire(settings)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),

@@ -35,6 +35,8 @@ pub(super) enum Found {
 pub(super) struct Templates {
     pub repo_root: PathBuf,
     folder: Option<PathBuf>,
+    /// A folder that is not read.
+    foreign: Option<PathBuf>,
     pub warnings: Vec<ConfigWarning>,
 }
 
@@ -46,12 +48,26 @@ pub(super) fn find_config(request: &LoadRequest) -> Result<PathBuf, ConfigError>
             given: request.config.display().to_string(),
             tried: joined.display().to_string(),
             cwd: request.cwd.display().to_string(),
+            near: near(&joined).map(|name| request.config.with_file_name(name).display().to_string()),
         }),
-        Err(source) => Err(ConfigError::Read {
+        Err(error) => Err(ConfigError::Read {
             path: joined.display().to_string(),
-            source,
+            error,
         }),
     }
+}
+
+/// The file of the same folder whose name is nearest to that of a missing one.
+fn near(missing: &Path) -> Option<String> {
+    const MAX_FILES: usize = 1000;
+    let wanted = missing.file_name()?.to_str()?;
+    let entries = std::fs::read_dir(missing.parent()?).ok()?.take(MAX_FILES);
+    entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .map(|name| (strsim::damerau_levenshtein(&name, wanted), name))
+        .min()
+        .filter(|(distance, _)| *distance <= 2)
+        .map(|(_, name)| name)
 }
 
 pub(super) fn find_site(request: &LoadRequest) -> Result<Option<PathBuf>, ConfigError> {
@@ -61,11 +77,11 @@ pub(super) fn find_site(request: &LoadRequest) -> Result<Option<PathBuf>, Config
     let joined = request.cwd.join(&given);
     match joined.canonicalize() {
         Ok(path) => Ok(Some(path)),
-        Err(source) => Err(ConfigError::Named {
+        Err(error) => Err(ConfigError::Named {
             what: "site file",
             by: by(&request.site, "--site", SITE_VARIABLE),
             path: joined.display().to_string(),
-            source,
+            error,
         }),
     }
 }
@@ -82,6 +98,7 @@ pub(super) fn find_templates(request: &LoadRequest, config: &Path) -> Result<Tem
     let mut templates = Templates {
         repo_root,
         folder: near,
+        foreign: None,
         warnings: Vec::new(),
     };
     if let Some(given) = request.named(&request.templates, TEMPLATES_VARIABLE) {
@@ -90,11 +107,11 @@ pub(super) fn find_templates(request: &LoadRequest, config: &Path) -> Result<Tem
             true => Ok(path),
             false => Err(io::Error::other("it is not a folder")),
         });
-        let folder = folder.map_err(|source| ConfigError::Named {
+        let folder = folder.map_err(|error| ConfigError::Named {
             what: "folder of template modules",
             by: by(&request.templates, "--templates", TEMPLATES_VARIABLE),
             path: joined.display().to_string(),
-            source,
+            error,
         })?;
         templates.folder = Some(folder);
     } else if let Some(folder) = templates.folder.take_if(|folder| is_of_the_original(folder)) {
@@ -106,6 +123,7 @@ pub(super) fn find_templates(request: &LoadRequest, config: &Path) -> Result<Tem
                 folder.display()
             ),
         });
+        templates.foreign = Some(folder);
     }
     Ok(templates)
 }
@@ -158,6 +176,15 @@ pub(super) fn find_module(
     if let Some((name, text)) = builtin::find(module) {
         return Ok(Found::BuiltIn(name, text));
     }
+    if module.ends_with(',') {
+        tried.push("blanks separate the modules of a list, not commas".to_owned());
+    }
+    if let Some(foreign) = &templates.foreign {
+        tried.push(format!(
+            "not in {}, which belongs to the original",
+            foreign.display()
+        ));
+    }
     tried.push(format!(
         "the modules that are built into legorl-rank: {}",
         builtin::alike(module)
@@ -176,9 +203,9 @@ pub(super) fn shown(path: &Path, cwd: &Path) -> PathBuf {
 
 /// The bytes of a file of ordinary size. Devices and pipes are refused: they may never end.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
-    let fail = |source| ConfigError::Read {
+    let fail = |error| ConfigError::Read {
         path: path.display().to_string(),
-        source,
+        error,
     };
     let metadata = std::fs::metadata(path).map_err(fail)?;
     if !metadata.is_file() {

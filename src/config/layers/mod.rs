@@ -229,6 +229,7 @@ pub fn load(request: &LoadRequest) -> Result<(Layered, Vec<ConfigWarning>), Conf
     warnings::axes(&layered, &modules)?;
     found.extend(warnings::names(&layered, &helpers, request.kind));
     found.extend(warnings::ambient(&layered, &request.environment, &referred));
+    warnings::limit(&mut found);
     Ok((layered, found))
 }
 
@@ -244,11 +245,7 @@ fn evaluate_all(
     let run = |scope: &mut Scope<'_>, shown: PathBuf, bytes: &[u8]| -> Result<(), ConfigError> {
         let file = language::parse(Arc::new(shown), bytes)?;
         scope.start_file();
-        Evaluation {
-            names: scope,
-            now: request.now,
-        }
-        .run(&file)?;
+        Evaluation::new(scope, request.now).run(&file)?;
         Ok(())
     };
     if let Some(site) = site_path {

@@ -8,6 +8,23 @@ use crate::config::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
+/// More warnings than anyone reads.
+const MAX_WARNINGS: usize = 100;
+
+/// Leaves the first [`MAX_WARNINGS`] and says how many there were.
+pub(super) fn limit(warnings: &mut Vec<ConfigWarning>) {
+    let count = warnings.len();
+    if count > MAX_WARNINGS {
+        // What --strict refuses stays in.
+        warnings.sort_by_key(|warning| warning.kind != WarningKind::UnknownVariable);
+        warnings.truncate(MAX_WARNINGS);
+        warnings.push(ConfigWarning {
+            kind: WarningKind::NoEffect,
+            text: format!("{} further warnings are not shown", count - MAX_WARNINGS),
+        });
+    }
+}
+
 /// The value of a variable before it is typed: some layer's, or the table's.
 fn text_of<'a>(layered: &'a Layered, variable: &Variable) -> &'a str {
     match (layered.get(variable.name), variable.default) {
@@ -59,6 +76,7 @@ pub(super) fn axes(layered: &Layered, modules: &[(Location, String)]) -> Result<
 /// Names that nobody reads.
 pub(super) fn names(layered: &Layered, referred: &BTreeSet<String>, kind: RunKind) -> Vec<ConfigWarning> {
     let mut warnings = Vec::new();
+    let mut unknown = 0;
     for (name, entry) in layered.iter() {
         let place = &entry.source;
         if name == "REPO_ROOT" {
@@ -87,7 +105,13 @@ pub(super) fn names(layered: &Layered, referred: &BTreeSet<String>, kind: RunKin
             }
             continue;
         }
-        let near = variables::nearest(name);
+        unknown += 1;
+        // Comparing with every known name takes microseconds; a file of another kind has thousands.
+        let near = if unknown > MAX_WARNINGS {
+            None
+        } else {
+            variables::nearest(name)
+        };
         // A name of one's own, for other lines to refer to.
         if is_helper && near.is_none() {
             continue;
@@ -109,7 +133,7 @@ fn matters(variable: &Variable, backend: &str) -> bool {
     match variable.section {
         remote::KUBERNETES => backend == Backend::K8s.name(),
         remote::DOCKER => backend == Backend::Docker.name(),
-        remote::IMAGES => backend != Backend::Process.name(),
+        remote::IMAGES | remote::AGENT_FILES => backend != Backend::Process.name(),
         _ => true,
     }
 }

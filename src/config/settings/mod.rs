@@ -347,6 +347,10 @@ pub struct ProxySettings {
     pub port: u16,
     /// `MAX_REQUEST_BODY_MB`, as bytes.
     pub max_request_body_bytes: usize,
+    /// `PROXY_TRAIN_BRANCHES`: kinds of branches that are trained on.
+    pub train_branches: Vec<crate::base::BranchKind>,
+    /// `PROXY_MAX_SESSION_TOKENS`: sampled tokens of a session; `None` for no cap.
+    pub max_session_tokens: Option<u64>,
 }
 
 /// Session scheduler.

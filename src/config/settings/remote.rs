@@ -50,6 +50,20 @@ pub struct KubernetesSettings {
     pub egress_isolation: bool,
     /// `HARBOR_NETADMIN_IMAGE`.
     pub netadmin_image: Option<String>,
+    /// `HARBOR_NETADMIN_CPU_REQUEST`, a Kubernetes quantity.
+    pub netadmin_cpu: String,
+    /// `HARBOR_NETADMIN_MEM_REQUEST`, a Kubernetes quantity.
+    pub netadmin_memory_request: String,
+    /// `HARBOR_NETADMIN_MEM_LIMIT`, a Kubernetes quantity.
+    pub netadmin_memory_limit: String,
+    /// `HARBOR_ENVIRONMENT_OVERRIDE_CPU_LIMIT`, cores.
+    pub cpu_limit: Option<f64>,
+    /// `HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_LIMIT_MB`, MiB.
+    pub memory_limit_mb: Option<u64>,
+    /// `HARBOR_ENV_EXEC_TIMEOUT_SEC`.
+    pub exec_timeout: Option<Duration>,
+    /// `HARBOR_AGENT_RUNTIME_IMAGE_PULL_POLICY`.
+    pub runtime_image_pull_policy: String,
     /// `HARBOR_CLUSTER_DNS_IP`.
     pub cluster_dns_ip: Option<String>,
 }
@@ -117,6 +131,17 @@ pub(super) fn kubernetes(r: &mut Resolver<'_>) -> KubernetesSettings {
         host_path_rewrite: host_path_rewrite(r),
         egress_isolation: r.bool("HARBOR_K8S_EGRESS_ISOLATION"),
         netadmin_image: r.text("HARBOR_NETADMIN_IMAGE"),
+        netadmin_cpu: r.string("HARBOR_NETADMIN_CPU_REQUEST"),
+        netadmin_memory_request: r.string("HARBOR_NETADMIN_MEM_REQUEST"),
+        netadmin_memory_limit: r.string("HARBOR_NETADMIN_MEM_LIMIT"),
+        cpu_limit: r.opt_f64("HARBOR_ENVIRONMENT_OVERRIDE_CPU_LIMIT"),
+        memory_limit_mb: r
+            .int("HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_LIMIT_MB")
+            .and_then(|n| u64::try_from(n).ok()),
+        exec_timeout: r
+            .opt_f64("HARBOR_ENV_EXEC_TIMEOUT_SEC")
+            .map(Duration::from_secs_f64),
+        runtime_image_pull_policy: r.string("HARBOR_AGENT_RUNTIME_IMAGE_PULL_POLICY"),
         cluster_dns_ip: r.text("HARBOR_CLUSTER_DNS_IP"),
     }
 }

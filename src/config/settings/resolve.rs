@@ -2,6 +2,7 @@
 
 use super::values::*;
 use super::*;
+use crate::base::BranchKind;
 use crate::config::{
     error::{ConfigError, ValueProblem},
     layers::Layered,
@@ -22,8 +23,9 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
         Kind::Integer { min, max } => match text.parse::<i64>() {
             Ok(n) if (min..=max).contains(&n) => Ok(()),
             _ => Err(format!(
-                "must be a whole number {}, and is `{shown}`",
-                range(&min, &max, i64::from(u32::MAX))
+                "must be a whole number {}, and is `{shown}`{}",
+                range(&min, &max, i64::from(u32::MAX)),
+                digits_hint(text)
             )),
         },
         Kind::Number { min, max } => match text.parse::<f64>() {
@@ -54,6 +56,19 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
                 names.join(", ")
             ))
         }
+    }
+}
+
+/// For numbers that are written for readers: `30,000`, `30_000`, `30k`, `1e3`.
+fn digits_hint(text: &str) -> &'static str {
+    let number = text.starts_with(|c: char| c.is_ascii_digit())
+        && text
+            .chars()
+            .all(|c| c.is_ascii_digit() || ",_'kKmMgGeE".contains(c));
+    if number && text.contains(|c: char| !c.is_ascii_digit()) {
+        "; write digits alone"
+    } else {
+        ""
     }
 }
 
@@ -383,6 +398,10 @@ fn read(r: &mut Resolver<'_>) -> Settings {
                 .and_then(|n| u16::try_from(n).ok())
                 .unwrap_or_default(),
             max_request_body_bytes: (r.u32("MAX_REQUEST_BODY_MB") as usize) << 20,
+            train_branches: branch_kinds(r, "PROXY_TRAIN_BRANCHES"),
+            max_session_tokens: r
+                .int("PROXY_MAX_SESSION_TOKENS")
+                .and_then(|n| u64::try_from(n).ok()),
         },
         scheduler: SchedulerSettings {
             enabled: r.bool("HARBOR_SESSION_LEVEL_SCHEDULER"),
@@ -418,6 +437,25 @@ fn folder_name(r: &mut Resolver<'_>, name: &'static str) -> String {
         );
     }
     text
+}
+
+/// Names with commas between them.
+fn branch_kinds(r: &mut Resolver<'_>, name: &'static str) -> Vec<BranchKind> {
+    let text = r.string(name);
+    let mut kinds = Vec::new();
+    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+        match BranchKind::from_name(word) {
+            Some(kind) => kinds.push(kind),
+            None => {
+                let known: Vec<&str> = BranchKind::ALL.iter().map(|kind| kind.name()).collect();
+                r.problem(
+                    name,
+                    format!("names the unknown kind `{word}`; known: {}", known.join(", ")),
+                );
+            }
+        }
+    }
+    kinds
 }
 
 fn topology(r: &mut Resolver<'_>) -> TopologySettings {

@@ -151,6 +151,8 @@ choice!(
         Xlam = "xlam",
         /// gpt-oss.
         Openai = "openai",
+        /// The one of these that the checkpoint's chat template writes.
+        Auto = "auto",
     }
 );
 choice!(

@@ -136,8 +136,13 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 
 /// The known name that is nearest to `name`, if one is near enough to be what was meant.
 pub fn nearest(name: &str) -> Option<&'static str> {
+    const LONGEST: usize = 64;
+    if name.len() > LONGEST {
+        return None;
+    }
+    let typed = name.to_ascii_uppercase();
     names()
-        .map(|known| (strsim::damerau_levenshtein(name, known), known))
+        .map(|known| (strsim::damerau_levenshtein(&typed, known), known))
         .min()
         .filter(|(distance, known)| *distance <= 1 + known.len().max(name.len()) / 5)
         .map(|(_, known)| known)
@@ -163,6 +168,11 @@ const fn row(
         kinds: RunKind::ALL,
         available: None,
     }
+}
+
+/// Whole numbers from `min` to `max`: more is a mistake, and products of such numbers stay small.
+const fn whole(min: i64, max: i64) -> Kind {
+    Kind::Integer { min, max }
 }
 
 /// Whole numbers from `min`, bounded so that products of sizes stay inside 64 bits.
@@ -229,6 +239,7 @@ mod tests {
     fn a_near_name_is_found_and_a_far_one_is_not() {
         assert_eq!(nearest("TRAIN_BZS"), Some("TRAIN_BSZ"));
         assert_eq!(nearest("MODLE_PATH"), Some("MODEL_PATH"));
+        assert_eq!(nearest("train_bsz"), Some("TRAIN_BSZ"));
         assert_eq!(nearest("COMPLETELY_DIFFERENT_THING"), None);
     }
 }

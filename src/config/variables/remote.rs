@@ -1,9 +1,11 @@
 //! Variables of what lies outside this machine or this version's own engine: parallel plan, routing
 //! replay, importance weights, Kubernetes, Docker, task images.
 
-use super::{between, integer, number, row, DefaultValue::*, Kind::*, Tier::*, Variable};
+use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
 use crate::config::settings::values::RolloutIs;
 
+/// Section of the agent's files in remote sandboxes.
+pub const AGENT_FILES: &str = "Agent files of remote sandboxes";
 const PLAN: &str = "Parallel plan";
 
 /// Section of `BACKEND=k8s`.
@@ -15,9 +17,9 @@ pub const IMAGES: &str = "Task images";
 
 #[rustfmt::skip]
 pub(super) const VARIABLES: &[Variable] = &[
-    row(PLAN, "EP_SIZE", integer(1), Value("1"), "ranks", Common,
+    row(PLAN, "EP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
         "Ranks that share the experts of a layer.").only(&["1"]),
-    row(PLAN, "GEN_TP", integer(1), Value("1"), "ranks", Common,
+    row(PLAN, "GEN_TP", whole(1, 1024), Value("1"), "ranks", Common,
         "Ranks of an engine replica that share its attention heads; it divides the key-value heads.").only(&["1"]),
     row(PLAN, "ENABLE_R3", Bool, Unset("on for a mixture of experts, off for a dense policy"), "", Common,
         "Routing replay: train with the experts that were chosen when a token was sampled.").only(&["False"]),
@@ -29,6 +31,15 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Importance weights between the policy that sampled and the one that trains.").only(&[]),
     row(PLAN, "HARBOR_AGENT_NAME", Text, Unset("the scaffold decides"), "", Advanced,
         "Agent factory of Harbor; must stay empty for `oh` and `ohsdk`, which are imported by path."),
+
+    row(AGENT_FILES, "HARBOR_AGENT_RUNTIME_IMAGE", Text, Unset("no image"), "", Common,
+        "Image that holds the agent's files, for `docker` and `k8s`."),
+    row(AGENT_FILES, "HARBOR_AGENT_RUNTIME_IMAGE_SUBPATH", Text, Unset("the whole image"), "", Advanced,
+        "Folder of that image that is mounted."),
+    row(AGENT_FILES, "HARBOR_AGENT_RUNTIME_MOUNT_PATH", Text, Unset("not mounted"), "", Advanced,
+        "Place of that folder in the sandbox."),
+    row(AGENT_FILES, "HARBOR_AGENT_VERSION", Text, Unset("the scaffold's own"), "", Advanced,
+        "Version of the agent, for reports."),
 
     row(KUBERNETES, "K8S_KUBECONFIG", Path, Unset("none; the template module backend/k8s.env requires one"), "", Essential,
         "Kubeconfig of the cluster that runs the sandboxes."),
@@ -54,6 +65,20 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Let a pod reach nothing but the proxy."),
     row(KUBERNETES, "HARBOR_NETADMIN_IMAGE", Text, Unset("the task's own image"), "", Advanced,
         "Image of the container that closes a pod's network; it holds iptables."),
+    row(KUBERNETES, "HARBOR_NETADMIN_CPU_REQUEST", Text, Value("1m"), "", Advanced,
+        "CPU request of that container, as Kubernetes writes quantities."),
+    row(KUBERNETES, "HARBOR_NETADMIN_MEM_REQUEST", Text, Value("16Mi"), "", Advanced,
+        "Memory request of that container."),
+    row(KUBERNETES, "HARBOR_NETADMIN_MEM_LIMIT", Text, Value("64Mi"), "", Advanced,
+        "Memory limit of that container."),
+    row(KUBERNETES, "HARBOR_ENVIRONMENT_OVERRIDE_CPU_LIMIT", between(0.01, 4096.0), Unset("no limit above the request"), "cores", Advanced,
+        "CPU limit of a pod."),
+    row(KUBERNETES, "HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_LIMIT_MB", Integer { min: 16, max: 1 << 30 }, Unset("HARBOR_ENVIRONMENT_MEMORY_LIMIT_FACTOR decides"), "MiB", Advanced,
+        "Memory limit of a pod."),
+    row(KUBERNETES, "HARBOR_ENV_EXEC_TIMEOUT_SEC", number(1.0), Unset("the limit of the step that runs it"), "seconds", Advanced,
+        "Longest time of one command in a pod."),
+    row(KUBERNETES, "HARBOR_AGENT_RUNTIME_IMAGE_PULL_POLICY", Text, Value("IfNotPresent"), "", Advanced,
+        "When nodes pull HARBOR_AGENT_RUNTIME_IMAGE."),
     row(KUBERNETES, "HARBOR_CLUSTER_DNS_IP", Text, Unset("the pod's own resolver"), "", Advanced,
         "Address of the cluster's DNS, which stays reachable."),
 

@@ -4,10 +4,11 @@
     original.py --original CHECKOUT --cases CASES.jsonl > original.txt
 
 CHECKOUT is a checkout of LegoX/Lego-RL; its scripts run as they are, in a copy. Training cases go through
-its train.sh (structure-only, or preflight-only where files were looked at); evaluation and sampling cases
-source its preflight with the variables that its train runner would pass, since its other runners never
-call it. A small package stands in for verl and veomni, which the runner looks for. One line a case:
-number, exit code, rules that refuse, rules that warn, under the names of our rules.
+the functions of its train.sh up to the preflight (structure-only, or in full where files were looked at),
+without what only prints; evaluation and sampling cases source its preflight with the variables that its
+train runner would pass, since its other runners never call it. A program stands in for the Python in which
+the runner looks for verl's routing replay. One line a case: number, exit code, rules that refuse, rules
+that warn, under the names of our rules.
 """
 import argparse
 import concurrent.futures
@@ -75,12 +76,13 @@ def judge(root, number, case):
         values[name] = str(path)
     structure = "1" if case["checkpoint"] == "unread" else "0"
     lines = [f"{name}='{value}'" for name, value in values.items()]
-    lines += ["VENV_PATH=" + str(root / "venv"), f"HARBOR_LOG_DIR={place}/logs"]
+    lines += ["VENV_PATH=/nonexistent", f"HARBOR_LOG_DIR={place}/logs"]
     config = place / "run.env"
     if case["kind"] == "train":
         config.write_text("\n".join(lines + ["TEMPLATE_MODULES=(" + " ".join(f'"{m}"' for m in TRAIN) + ")"]) + "\n")
-        flag = "--structure-only" if structure == "1" else "--preflight-only"
-        command = ["bash", str(root / "original/scripts/train/train.sh"), flag, str(config)]
+        command = ["bash", "-c", 'set -euo pipefail; REPO_ROOT=$2 TEMPLATE_ROOT=$2/scripts/templates CONFIG_PATH=$1; '
+                   'source "$2/scripts/train/lib/runtime.sh"; source_config_and_templates; validate_runtime_config; '
+                   'PYTHON_BIN=$3; run_preflight', "bash", str(config), str(root / "original"), str(root / "python")]
     else:
         config.write_text("\n".join(lines) + "\n")
         command = ["bash", "-c", 'set -a; source "$1"; source "$2/lib/model_traits.sh"; '
@@ -89,9 +91,8 @@ def judge(root, number, case):
                    'IMAGE_REGISTRY="${HARBOR_OPENSWE_IMAGE_REGISTRY:-}" INLINE_BUILD="${HARBOR_K8S_INLINE_BUILD:-}" '
                    'NYDUS_MIRROR="${HARBOR_NYDUS_MIRROR:-}"; source "$2/lib/preflight.sh"',
                    "bash", str(config), str(root / "original/scripts")]
-    environment = {"PATH": f"{root}/venv/bin:/usr/bin:/bin", "HOME": str(place), "PF_STRUCTURE_ONLY": structure,
-                   "PF_KIND": case["kind"], "PYTHONPATH": str(root / "stand-ins"), "LC_ALL": "C.UTF-8",
-                   "PREFLIGHT_EMBEDDED": "1"}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(place), "PF_STRUCTURE_ONLY": structure,
+                   "PF_KIND": case["kind"], "LC_ALL": "C.UTF-8", "PREFLIGHT_EMBEDDED": "1"}
     done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=120)
     text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + "\n" + done.stderr)
     if "preflight config check" not in text:
@@ -113,12 +114,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
         shutil.copytree(arguments.original / "scripts", root / "original/scripts")
-        (root / "venv/bin").mkdir(parents=True)
-        os.symlink(sys.executable, root / "venv/bin/python3")
-        for module in ("verl/__init__.py", "verl/utils/veomni/router_replay.py", "veomni/__init__.py"):
-            path = root / "stand-ins" / module
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("")
+        replay = root / "verl/utils/veomni/router_replay.py"
+        replay.parent.mkdir(parents=True)
+        replay.write_text("")
+        python = root / "python"
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {root}/verl/__init__.py && exit\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
         print("# number, exit code, rules that refuse, rules that warn: made by original.py")
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() * 2) as pool:
             for line in pool.map(lambda job: judge(root, *job), enumerate(cases)):

@@ -51,10 +51,7 @@ pub fn locks(s: &Settings) -> [(&'static str, PathBuf); 3] {
     [
         ("RUN_DIR", s.paths.run.join("run.lock")),
         ("CKPTS_DIR", s.paths.checkpoints.join("run.lock")),
-        (
-            "LOG_DIR",
-            s.paths.logs.join(format!("{}.run.lock", s.run.exp_name)),
-        ),
+        ("LOG_DIR", s.paths.logs.join(format!(".{}.lock", s.run.exp_name))),
     ]
 }
 
@@ -154,7 +151,7 @@ mod tests {
     fn a_held_lock_names_its_holder_and_a_free_one_nobody() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(holder(&dir.path().join("run.lock")), None, "no lock");
-        let lock = crate::rank::run_lock::RunLock::acquire(&dir.path().join("run.lock")).unwrap();
+        let lock = crate::rank::run_lock::RunLock::of_file(&dir.path().join("run.lock")).unwrap();
         let said = holder(&dir.path().join("run.lock")).unwrap();
         assert!(
             said.contains(&format!("process {}", std::process::id())),

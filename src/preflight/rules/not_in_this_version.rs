@@ -31,7 +31,7 @@ const ROWS: &[Row] = &[
     (
         "TOOL_CALL_PARSER",
         |s| s.model.tool_call_parser.to_string(),
-        &["hermes"],
+        &["hermes", "qwen3_coder", "auto"],
     ),
     ("SP_SIZE", |s| s.topology.sp_size.to_string(), &["1"]),
 ];

@@ -29,6 +29,11 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         _ => None,
     };
     match markup {
+        Some(markup) if parser == ToolCallParser::Auto => {
+            return vec![ok(format!(
+                "tool_parser=auto: the chat template writes the markup of {markup}"
+            ))]
+        }
         Some(markup) if markup == parser => {
             return vec![ok(format!("tool_parser={parser} matches the chat template"))]
         }
@@ -36,6 +41,14 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             return vec![fatal(format!(
                 "TOOL_CALL_PARSER={parser}, and the chat template writes the markup of {markup}; set {markup}"
             ))]
+        }
+        None if parser == ToolCallParser::Auto => {
+            return vec![match facts.map(|f| &f.model) {
+            Some(Ok(_)) => fatal(
+                "TOOL_CALL_PARSER=auto, and no parser reads what the chat template writes; name the parser",
+            ),
+            _ => skip("tool_parser=auto: needs the chat template"),
+        }]
         }
         None => {}
     }
@@ -95,6 +108,9 @@ mod tests {
             }
             check(&settings(&["MODEL_PATH=/m/Qwen3.5-9B"]), Some(&facts))[0].0
         };
+        let auto = settings(&["TOOL_CALL_PARSER=auto"]);
+        assert_eq!(check(&auto, Some(&facts()))[0].0, Verdict::Ok);
+        assert_eq!(check(&auto, None)[0].0, Verdict::Skip);
         assert_eq!(with(Ok(Some(ToolCallParser::Hermes))), Verdict::Ok);
         assert_eq!(with(Ok(Some(ToolCallParser::Qwen3Coder))), Verdict::Fatal);
         assert_eq!(
