@@ -460,20 +460,8 @@ const EXCUSES: &[Excuse] = &[
     ),
     (
         "memory",
-        |c, _, theirs| {
-            c.checkpoint == Checkpoint::Unread && c.model.contains('/') && theirs == Some(Verdict::Warn)
-        },
-        "the original matches the whole path, and another model is meant",
-    ),
-    (
-        "memory",
         |c, ours, theirs| c.checkpoint.shape().is_some() && theirs.is_none() && ours == Some(Verdict::Warn),
         "the estimate counts SP_SIZE and every family; the original looks at the name, the nodes and the window",
-    ),
-    (
-        "memory",
-        |c, ours, theirs| c.checkpoint != Checkpoint::Unread && theirs == Some(Verdict::Warn) && ours.is_none(),
-        "the checkpoint is another model than its folder's name says, or its window is spread over more GPUs",
     ),
     (
         "topology",

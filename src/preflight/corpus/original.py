@@ -59,7 +59,8 @@ def rule_of(line):
 
 
 def judge(root, number, case):
-    place = root / str(number)
+    # The original reads model names out of whole paths: no digit of ours may stand in one.
+    place = root / "".join("abcdefghij"[int(digit)] for digit in str(number))
     place.mkdir()
     model = place / "m" / case["model"]
     if case["checkpoint"] != "absent":
@@ -111,7 +112,11 @@ def main():
     parser.add_argument("--cases", required=True, type=pathlib.Path)
     arguments = parser.parse_args()
     cases = [json.loads(line) for line in arguments.cases.read_text().splitlines() if line]
-    with tempfile.TemporaryDirectory() as folder:
+    folder = tempfile.mkdtemp()
+    while "3" in folder:
+        shutil.rmtree(folder)
+        folder = tempfile.mkdtemp()
+    try:
         root = pathlib.Path(folder)
         shutil.copytree(arguments.original / "scripts", root / "original/scripts")
         replay = root / "verl/utils/veomni/router_replay.py"
@@ -124,6 +129,8 @@ def main():
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() * 2) as pool:
             for line in pool.map(lambda job: judge(root, *job), enumerate(cases)):
                 print(line, flush=True)
+    finally:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
