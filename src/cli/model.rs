@@ -318,6 +318,7 @@ fn engine_replies(
             },
             stop_token_ids: Vec::new(),
             max_new_tokens: args.greedy as u32,
+            routing_from: None,
         };
         engine.submit(request, sender);
         inboxes.push(inbox);

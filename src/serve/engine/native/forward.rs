@@ -6,7 +6,7 @@
 
 use super::{
     attention::GATHER_ROWS,
-    cache::KvCache,
+    cache::{KvCache, RoutingMemory},
     kernels,
     pages::PageId,
     sampler::{self, Draw},
@@ -74,6 +74,7 @@ pub(super) struct Forward {
     pub shape: Arc<Shape>,
     pub cache: Arc<KvCache>,
     pub states: Arc<StateMemory>,
+    pub routing: Arc<RoutingMemory>,
     pub weights: EngineWeights,
 }
 
@@ -108,6 +109,7 @@ impl Forward {
         }
         let mut x = self.weights.embedding.index_select(0, &Tensor::from_slice(&ids));
         let eps = config.rms_norm_eps as f32;
+        let mut sparse_layer = 0;
         for (layer, weights) in self.weights.layers.iter().enumerate() {
             let a = rms_norm(&x, &weights.input_norm, eps);
             let place = self.shape.mixer_index[layer];
@@ -127,7 +129,10 @@ impl Forward {
             let m = rms_norm(&x, &weights.post_norm, eps);
             match &weights.mlp {
                 MlpWeights::Dense(weights) => x = x.addmm(&weights.inner(&m), &weights.down),
-                MlpWeights::Sparse(weights) => x += self.sparse_mlp(weights, &m),
+                MlpWeights::Sparse(weights) => {
+                    x += self.sparse_mlp(sparse_layer, weights, &m, &groups);
+                    sparse_layer += 1;
+                }
             }
         }
         if last_rows.is_empty() {

@@ -1,8 +1,9 @@
 //! Feed-forward halves of a step.
 
 use super::{
-    forward::{floats, floats_mut, Forward},
+    forward::{floats, floats_mut, Forward, Group},
     kernels,
+    pages::PAGE_TOKENS,
     weights::{DenseWeights, SparseWeights},
 };
 use tch::{Device, Kind, Tensor};
@@ -25,14 +26,30 @@ struct Assignment {
 }
 
 impl Forward {
-    /// Routed experts, and the shared one where there is one: `m [T,H]` → `[T,H]`.
-    pub(super) fn sparse_mlp(&self, weights: &SparseWeights, m: &Tensor) -> Tensor {
+    /// Routed experts, and the shared one where there is one: `m [T,H]` → `[T,H]`. The choice of every
+    /// token is kept beside its keys and values.
+    pub(super) fn sparse_mlp(
+        &self,
+        sparse_layer: usize,
+        weights: &SparseWeights,
+        m: &Tensor,
+        groups: &[Group],
+    ) -> Tensor {
         let Some(sizes) = self.shape.config.experts else {
             unreachable!("weights of experts come from a config with their sizes")
         };
         let logits = m.mm(&weights.router);
         let k = sizes.top_k;
         let chosen = choose(floats(&logits), sizes.num_experts, k, sizes.normalize);
+        for group in groups {
+            for i in 0..group.work.tokens.len() {
+                let position = group.work.start + i;
+                let page = group.work.pages[position / PAGE_TOKENS];
+                let experts = &chosen.experts[(group.first_row + i) * k..][..k];
+                self.routing
+                    .write(page, position % PAGE_TOKENS, sparse_layer, experts);
+            }
+        }
         let width = m.size()[1] as usize;
         let mut y = Tensor::zeros(m.size(), (Kind::Float, Device::Cpu));
         let total = floats_mut(&mut y);

@@ -22,6 +22,8 @@
 //!   before it: after new weights arrive, running sequences are computed again from their first token
 //!   before the next one is sampled. Nothing that older weights computed is reused.
 //! - A prompt is computed in chunks of `max_num_batched_tokens`, between which all others decode.
+//! - The experts that a request asks for are those that computed each token first; those of a reused
+//!   prefix come from its pages.
 //! - Pages are reused by exact token prefix: between the turns and branches of a session and between the
 //!   samples of a group. Models with a delta net reuse them as far as a snapshot of its state goes.
 //!
@@ -56,7 +58,7 @@ use crate::{
     },
 };
 use async_trait::async_trait;
-use cache::KvCache;
+use cache::{KvCache, RoutingMemory};
 use forward::{Forward, Shape};
 use pages::{PagePool, PAGE_TOKENS};
 use run::{Command, NewWeights, RequestBounds, Runner, Shared};
@@ -170,10 +172,13 @@ impl NativeEngine {
         let shared = Arc::new(Shared::new(pool, config.version));
         let weights = EngineWeights::new(&model, tensors)?;
         let cache = KvCache::new(attending, num_pages, model.num_key_value_heads, model.head_dim);
+        let top_k = model.experts.map_or(0, |e| e.top_k);
+        let routing = RoutingMemory::new(model.num_sparse_layers(), top_k, num_pages);
         let forward = Forward {
             shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
             cache: Arc::new(cache),
             states: Arc::new(StateMemory::new(model.linear_attention, linear, num_slots)),
+            routing: Arc::new(routing),
             weights,
         };
         let (commands, inbox) = channel();

@@ -188,6 +188,7 @@ impl Runner<'_> {
         self.workers.move_states(&ops);
         let works = plan.iter().map(|work| self.sequence_work(work)).collect();
         let draws = self.workers.step(works)?;
+        self.scheduler.record_routing(&plan, self.workers.routing());
         self.scheduler
             .on_step(&plan, &draws, self.version, &mut self.shared.pool());
         Ok(())

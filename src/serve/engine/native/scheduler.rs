@@ -14,6 +14,7 @@
 //! chunks end at page boundaries, and the last page of a prompt is computed in a step of its own.
 
 use super::{
+    cache::RoutingMemory,
     pages::{to_key, NodeId, PageKey, PagePool, PAGE_TOKENS},
     sampler::Draw,
     sequence::Sequence,
@@ -83,7 +84,7 @@ impl Scheduler {
     /// Ends a request with [`FinishReason::Abort`]; an unknown id is ignored.
     pub(super) fn on_abort(&mut self, id: RequestId, pool: &mut PagePool) {
         if let Some(i) = self.waiting.iter().position(|s| s.request.id == id) {
-            if let Some(sequence) = self.waiting.remove(i) {
+            if let Some(mut sequence) = self.waiting.remove(i) {
                 sequence.finish(FinishReason::Abort);
             }
         }
@@ -151,6 +152,13 @@ impl Scheduler {
             index += 1;
         }
         plan
+    }
+
+    /// Notes the experts of the tokens that a step has computed or found, for the requests that asked.
+    pub(super) fn record_routing(&mut self, plan: &[Work], memory: &RoutingMemory) {
+        for work in plan {
+            self.running[work.index].record_routing(work.start + work.count, memory);
+        }
     }
 
     /// The step was computed. `draws` has an entry for every work that samples, in order; None means that

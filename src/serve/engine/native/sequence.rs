@@ -1,10 +1,11 @@
 //! A generation inside the engine.
 
 use super::{
+    cache::RoutingMemory,
     pages::{NodeId, PageId, PagePool, PAGE_TOKENS},
     states::SlotId,
 };
-use crate::base::{EngineError, EngineEvent, FinishReason, GenerateRequest, SampledToken};
+use crate::base::{EngineError, EngineEvent, FinishReason, GenerateRequest, RoutedExperts, SampledToken};
 use tokio::sync::mpsc::UnboundedSender;
 
 /// One request with its tokens and its pages.
@@ -22,6 +23,8 @@ pub(super) struct Sequence {
     pub state: Option<SlotId>,
     /// Prefix whose snapshot this sequence made while it decoded; the next one takes its place.
     decode_snapshot: Option<NodeId>,
+    /// What the request asked to know about its experts, as far as it is computed.
+    routing: Option<RoutedExperts>,
     /// Prompt tokens that came from the cache when it was first admitted.
     pub cached_tokens: usize,
     /// False once it has lost its pages: what is computed then is not its prompt for the first time.
@@ -33,6 +36,10 @@ impl Sequence {
     pub(super) fn new(request: GenerateRequest, events: UnboundedSender<EngineEvent>) -> Self {
         Self {
             tokens: request.prompt.to_vec(),
+            routing: request.routing_from.map(|first| RoutedExperts {
+                first,
+                ..RoutedExperts::default()
+            }),
             request,
             events,
             computed: 0,
@@ -115,11 +122,26 @@ impl Sequence {
         full.then_some(FinishReason::Length)
     }
 
-    pub(super) fn finish(&self, reason: FinishReason) {
+    /// Adds the experts of the tokens before `end` that are not noted yet. Tokens that newer weights compute
+    /// again keep what is noted.
+    pub(super) fn record_routing(&mut self, end: usize, memory: &RoutingMemory) {
+        let Some(routing) = self.routing.as_mut().filter(|_| memory.width() > 0) else {
+            return;
+        };
+        routing.width = memory.width() as u32;
+        let noted = routing.first as usize + routing.experts.len() / memory.width();
+        if noted < end {
+            memory.read(&self.pages, noted..end, &mut routing.experts);
+        }
+    }
+
+    pub(super) fn finish(&mut self, reason: FinishReason) {
+        let routing = self.routing.take().filter(|routing| routing.width > 0);
         self.send(EngineEvent::Finished {
             reason,
             cached_tokens: self.cached_tokens as u32,
             interruptions: self.interruptions,
+            routing,
         });
     }
 

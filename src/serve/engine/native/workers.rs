@@ -5,6 +5,7 @@
 //! Worker 0 is the engine's own thread.
 
 use super::{
+    cache::RoutingMemory,
     forward::{Forward, SequenceWork},
     sampler::Draw,
     states::StateOp,
@@ -50,6 +51,7 @@ impl Workers {
                 shape: local.shape.clone(),
                 cache: local.cache.clone(),
                 states: local.states.clone(),
+                routing: local.routing.clone(),
                 weights: local.weights.share(),
             };
             let (jobs, inbox) = channel();
@@ -91,6 +93,11 @@ impl Workers {
     /// Moves states before a step.
     pub(super) fn move_states(&self, ops: &[StateOp]) {
         self.local.states.apply(ops);
+    }
+
+    /// Experts of the cached tokens.
+    pub(super) fn routing(&self) -> &RoutingMemory {
+        &self.local.routing
     }
 
     /// Computes a step; the draws come in the order of the sequences that sample.

@@ -208,3 +208,54 @@ async fn new_weights_start_from_empty_states() {
         assert!((got.logprob - logprob).abs() < 1e-4);
     }
 }
+
+/// Rows of a sparse layer in the trainer's routing of a text, `[T][S·k]`.
+fn trainer_routing(policy: &Policy, text: &[u32]) -> Vec<Vec<u16>> {
+    let ids: Vec<i64> = text.iter().map(|t| i64::from(*t)).collect();
+    let layout = PackedLayout::single(ids.len(), Device::Cpu);
+    layout.start_recording();
+    let _ = no_grad(|| policy.forward_hidden(&Tensor::from_slice(&ids), &layout));
+    let mut rows = vec![Vec::new(); ids.len()];
+    for layer in layout.recorded() {
+        let experts = Vec::<Vec<i64>>::try_from(layer.experts).unwrap();
+        for (row, experts) in rows.iter_mut().zip(experts) {
+            row.extend(experts.iter().map(|e| *e as u16));
+        }
+    }
+    rows
+}
+
+#[tokio::test]
+async fn experts_are_those_of_the_trainer_also_for_reused_prefixes() {
+    for folder in ["qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"] {
+        let policy = shaped_like(folder, 7);
+        let engine = engine(&policy, small());
+        let mut text = prompt(70, 3);
+        for (turn, from) in [(0, 0u32), (1, 0), (2, 90)] {
+            let mut r = request(turn, "s", &text, 20);
+            r.routing_from = Some(from);
+            let ended = Client::submit(&engine, r).end().await.unwrap();
+            assert_eq!(ended.cached_tokens > 0, turn > 0);
+            text.extend(ended.ids());
+            let routing = ended.routing.unwrap();
+            let want = trainer_routing(&policy, &text[..text.len() - 1]);
+            assert_eq!((routing.first, routing.width as usize), (from, want[0].len()));
+            // Where two experts are nearly equal, rounding decides their order.
+            let sorted = |row: &[u16]| {
+                let mut layers: Vec<Vec<u16>> = row.chunks(3).map(<[u16]>::to_vec).collect();
+                layers.iter_mut().for_each(|l| l.sort_unstable());
+                layers
+            };
+            let got: Vec<_> = routing.experts.chunks(want[0].len()).map(sorted).collect();
+            let want: Vec<_> = want[from as usize..].iter().map(|row| sorted(row)).collect();
+            assert_eq!(got, want, "{folder}, turn {turn}");
+            text.extend(prompt(15, 5 + turn as u32));
+        }
+    }
+    // Nobody asked, and there are none.
+    let policy = shaped_like("llama", 7);
+    let mut r = request(1, "s", &prompt(20, 3), 5);
+    r.routing_from = Some(0);
+    let ended = Client::submit(&engine(&policy, small()), r).end().await.unwrap();
+    assert_eq!(ended.routing, None);
+}
