@@ -14,6 +14,7 @@
 //! Invariant: this module knows no file format, no network and no tensor library.
 
 pub mod engine;
+pub mod error_text;
 pub mod ids;
 pub mod order;
 pub mod sampling;
@@ -27,10 +28,14 @@ pub use engine::{
     Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, RoutedExperts,
     SampledToken,
 };
+pub use error_text::error_chain;
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};
 pub use sampling::SamplingParams;
 pub use secrets::is_secret;
-pub use session::{CapturedSession, SessionEndpoint, SessionError, SessionHost, SessionLimits, SessionSpec};
+pub use session::{
+    BranchKind, CapturedBranch, CapturedSession, SessionEndpoint, SessionError, SessionHost, SessionLimits,
+    SessionSpec,
+};
 pub use trajectory::{TokenSequence, Trajectory, TrialOutcome, TrialTiming};
 pub use trial::{
     DropReason, Purpose, SinkError, StopReason, Submitted, TrialAssignment, TrialEnd, TrialKey, TrialPlan,

@@ -82,7 +82,7 @@ pub fn run(parts: &Parts, command: &ModelCommand) -> anyhow::Result<ExitCode> {
         ModelCommand::Export { folder, output } => export(folder, output)?,
         ModelCommand::Run(args) => match parts.tensors {
             Tensors::Here { model_run, .. } => model_run(args)?,
-            Tensors::In(name) => return Err(exec::replace(name)),
+            Tensors::In(name) => return Err(exec::replace(name, std::time::SystemTime::now())),
         },
     }
     Ok(ExitCode::SUCCESS)

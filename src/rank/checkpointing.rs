@@ -64,7 +64,22 @@ impl Checkpointing {
     pub fn latest(&self) -> anyhow::Result<Option<ResumePoint>> {
         let latest = self.store.latest_committed()?;
         let Some(checkpoint) = latest.checkpoint else {
-            return Ok(None);
+            let published = self.store.committed_steps()?;
+            if published.is_empty() {
+                return Ok(None);
+            }
+            // Step 1 again would throw away what the run has learned, without a word.
+            bail!(
+                "every checkpoint in {} is damaged ({}); restore one from a copy, or start anew with another \
+                 EXP_NAME",
+                self.store.root().display(),
+                latest
+                    .skipped
+                    .iter()
+                    .map(|s| format!("{}: {}", s.path.display(), s.problem))
+                    .collect::<Vec<_>>()
+                    .join("; ")
+            );
         };
         let content = self.store.load(&checkpoint)?;
         content

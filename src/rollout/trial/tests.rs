@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::base::{
-    CapturedSession, GroupId, Purpose, SessionEndpoint, SessionError, SessionHost, SessionId, SessionSpec,
-    StopReason, TokenSequence, TrialKey,
+    BranchKind, CapturedBranch, CapturedSession, GroupId, Purpose, SessionEndpoint, SessionError,
+    SessionHost, SessionId, SessionSpec, StopReason, TokenSequence, TrialKey,
 };
 use crate::rollout::sandbox::process::{ProcessBackend, ProcessBackendConfig};
 use crate::rollout::scaffold::mini::{Mini, MiniConfig};
@@ -184,6 +184,7 @@ impl Setup {
             override_cpus: None,
             override_memory_mb: None,
             pids_limit: None,
+            room_deadline: Duration::from_secs(60),
         };
         Self {
             runner: Arc::new(
@@ -306,7 +307,14 @@ async fn a_solved_task_is_a_trajectory_and_a_folder() {
         sequences: vec![sequence.clone()],
         prompt_tokens: 120,
         completion_tokens: 30,
-        conversations: vec![json!([{"role": "user", "content": "Write the answer."}])],
+        branches: vec![CapturedBranch {
+            kind: BranchKind::Main,
+            trainable: true,
+            parent: None,
+            turns: 1,
+            tokens: sequence.clone(),
+            messages: vec![json!({"role": "user", "content": "Write the answer."})],
+        }],
         ..CapturedSession::default()
     };
     let commands = vec!["ls /tests/test.sh > /app/seen 2>&1", "cat data.txt > answer"];
@@ -347,9 +355,14 @@ async fn a_solved_task_is_a_trajectory_and_a_folder() {
         "agent_completed"
     );
     assert!(result.get("exception_info").is_none());
+    let branch = &setup.json("proxy_trajectory.json")["branches"][0];
     assert_eq!(
-        setup.json("trajectory.json")["conversations"][0][0]["content"],
-        "Write the answer."
+        (
+            &branch["kind"],
+            &branch["tokens"],
+            &branch["messages"][0]["content"]
+        ),
+        (&json!("main"), &json!(2), &json!("Write the answer."))
     );
     let left: Vec<_> = fs::read_dir(setup.trial_dir())
         .unwrap()
@@ -543,4 +556,61 @@ async fn an_aborted_attempt_closes_its_session() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(setup.sessions.closed.lock().unwrap().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fifty_mebibytes_of_tool_output_end_no_trial() {
+    let flood = "head -c 52428800 /dev/zero | tr '\\0' x; cat data.txt > answer";
+    let setup = Setup::new("", COMPARE, Some(vec![flood]), CapturedSession::default());
+    let trajectory = setup.finished().await;
+    assert_eq!(trajectory.outcome.reward, 1.0);
+    assert_eq!(trajectory.outcome.stop, StopReason::AgentCompleted);
+    let logs = fs::read_dir(setup.trial_dir().join("agent")).unwrap();
+    let size: u64 = logs.map(|f| f.unwrap().metadata().unwrap().len()).sum();
+    assert!(size < 20 << 20, "the agent's logs are cut: {size} bytes");
+}
+
+/// A file system of its own with room for a handful of files; unmounted when dropped.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(at: &Path) -> Option<Self> {
+        fs::create_dir_all(at).unwrap();
+        let mut mount = std::process::Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "nr_inodes=64", "tmpfs"]).arg(at);
+        mount
+            .output()
+            .is_ok_and(|o| o.status.success())
+            .then(|| Self(at.to_owned()))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(&self.0)
+            .status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_delays_a_trial_and_does_not_drop_it() {
+    let commands = Some(vec!["cat data.txt > answer"]);
+    let setup = Setup::new("", COMPARE, commands, CapturedSession::default());
+    let trials = setup.folder.path().join("trials");
+    let Some(_disk) = SmallDisk::mount(&trials) else {
+        eprintln!("SKIP full disk: mounting a small file system needs root");
+        return;
+    };
+    let fill = |n: usize| trials.join(format!("fill-{n}"));
+    let filled = (0..100).take_while(|n| fs::write(fill(*n), "").is_ok()).count();
+    assert!(filled < 100, "the disk must be full");
+    let make_room = async {
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        assert!(setup.sessions.open.lock().unwrap().is_empty(), "it waits");
+        (0..filled).for_each(|n| fs::remove_file(fill(n)).unwrap());
+    };
+    let (trajectory, ()) = tokio::join!(setup.finished(), make_room);
+    assert_eq!(trajectory.outcome.reward, 1.0);
 }

@@ -1,5 +1,9 @@
 //! The proxy over real sockets, with a scripted engine behind it.
 
+mod admin;
+mod messages;
+mod responses;
+
 use super::*;
 use crate::{
     base::{EngineError, Purpose, ReplicaId, SamplingParams, SessionLimits, TokenSequence, TrialKey},
@@ -34,6 +38,19 @@ fn setup(replies: Vec<ScriptedReply>) -> Setup {
 }
 
 fn setup_with(engine: ScriptedEngine, max_body_bytes: usize) -> Setup {
+    setup_configured(engine, |config| config.max_body_bytes = max_body_bytes)
+}
+
+/// A proxy whose template knows `<think>`.
+fn setup_thinking(replies: Vec<ScriptedReply>) -> Setup {
+    setup_configured(ScriptedEngine::replies(replies).recording(), |config| {
+        let path = config.model_dir.join("chat_template.jinja");
+        let source = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(path, format!("{{# <think> #}}{source}")).unwrap();
+    })
+}
+
+fn setup_configured(engine: ScriptedEngine, configure: impl FnOnce(&mut ProxyConfig)) -> Setup {
     let dir = tempfile::tempdir().unwrap();
     testing::write_folder(dir.path());
     let engine = Arc::new(engine);
@@ -44,7 +61,8 @@ fn setup_with(engine: ScriptedEngine, max_body_bytes: usize) -> Setup {
     router.join(ReplicaId(0), engine.clone());
     let mut config = ProxyConfig::new(dir.path().join("p.sock"), "policy".into(), dir.path().to_owned());
     config.tcp = Some(([127, 0, 0, 1], 0).into());
-    config.max_body_bytes = max_body_bytes;
+    config.max_body_bytes = 1 << 20;
+    configure(&mut config);
     Setup {
         proxy: Proxy::start(config, router).unwrap(),
         engine,
@@ -126,6 +144,19 @@ impl Setup {
         let path = format!("{}/v1/chat/completions", session.path);
         let (status, text) = self.post_raw(&path, &[], body.to_string().as_bytes());
         (status, serde_json::from_str(&text).unwrap())
+    }
+
+    /// A request whose method has no body; the status and the text.
+    fn get(&self, method: &str, path: &str, headers: &[(&str, &str)]) -> (u16, String) {
+        let mut stream = TcpStream::connect(self.proxy.tcp().unwrap()).unwrap();
+        let headers: String = headers.iter().map(|(k, v)| format!("{k}: {v}\r\n")).collect();
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n");
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let status = text.split(' ').nth(1).unwrap().parse().unwrap();
+        let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+        (status, body.to_owned())
     }
 
     fn text(&self, sequence: &TokenSequence, trained: bool) -> String {
@@ -223,7 +254,8 @@ fn a_tool_loop_is_served_and_captured_token_by_token() {
         (captured.turns, captured.aborted, captured.malformed_tool_calls),
         (2, 0, 0)
     );
-    assert_eq!(captured.conversations[0].as_array().unwrap().len(), 4);
+    assert_eq!(captured.branches[0].messages.len(), 4);
+    assert_eq!((captured.requests, captured.refused), (2, 0));
     assert_eq!(
         (captured.min_version, captured.max_version),
         (Some(Default::default()), Some(Default::default()))
@@ -306,10 +338,10 @@ fn wrong_requests_are_answered_in_openais_shape() {
             body["error"]["message"].as_str().unwrap_or_default().to_owned(),
         )
     };
-    assert_eq!(post(&chat(&format!("{id}.00000000")), &[], &good).0, 401);
+    assert_eq!(post(&chat(&format!("{id}~00000000")), &[], &good).0, 401);
     assert_eq!(post(&chat(id), &[], &good).0, 401);
     assert_eq!(post(&chat(id), &[("authorization", "Bearer no")], &good).0, 401);
-    assert_eq!(post(&chat("unknown.1234"), &[], &good).0, 404);
+    assert_eq!(post(&chat("unknown~1234"), &[], &good).0, 404);
     assert_eq!(post("/v1/chat/completions", &[], &good).0, 404);
     let own = format!("{}/v1/chat/completions", session.path);
     let (status, text) = post(&own, &[], "{\"messages\": [\n {\"role\": oops}]}");
@@ -467,7 +499,7 @@ fn turns_end_cleanly_at_the_limit_and_failures_of_the_engine_are_recorded() {
     }
     let captured = s.close(&session);
     assert_eq!((captured.turns, captured.turn_limit_hit), (1, true));
-    assert_eq!(captured.conversations.len(), 1);
+    assert_eq!(captured.branches.len(), 1);
     let session = s.open("task__2");
     assert_eq!(s.chat(&session, json!({"messages": [user("a")]})).0, 200);
     let (status, answer) = s.chat(&session, json!({"messages": [user("b")]}));
@@ -504,7 +536,7 @@ fn replies_cut_by_length_stop_text_or_bad_calls_are_told_apart() {
     );
     let captured = s.close(&session);
     assert_eq!((captured.length_finishes, captured.malformed_tool_calls), (1, 1));
-    assert_eq!(s.text(&captured.sequences[1], true), "say STO and STOP");
+    assert_eq!(s.text(&captured.branches[1].tokens, true), "say STO and STOP");
     let sum: f32 = captured.sequences.iter().map(|q| q.weight).sum();
     assert!((sum - 1.0).abs() < 1e-6);
 }
@@ -573,7 +605,7 @@ fn closing_cancelling_and_draining_end_what_runs() {
         })
         .unwrap();
     s.proxy.drain();
-    assert_eq!(s.chat(&session, body.clone()).0, 503);
+    assert_eq!(s.chat(&session, body.clone()).0, 429);
     assert!(matches!(
         s.proxy.open(spec("task__4")),
         Err(SessionError::Closed(_))
