@@ -98,6 +98,7 @@ fn submit(
             },
             stop_token_ids: Vec::new(),
             max_new_tokens,
+            routing_from: None,
         },
         sender,
     );

@@ -20,6 +20,20 @@ pub struct GenerateRequest {
     pub stop_token_ids: Vec<u32>,
     /// Upper bound on sampled tokens; at least 1.
     pub max_new_tokens: u32,
+    /// Report the experts of all tokens from this position on, prompt and reply; None reports nothing.
+    pub routing_from: Option<u32>,
+}
+
+/// Which experts computed tokens, so that the trainer can take the same ones.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoutedExperts {
+    /// Position of the first token.
+    pub first: u32,
+    /// Experts of a token: sparse layers times experts of a layer.
+    pub width: u32,
+    /// `[tokens][sparse layers][k]`, the most likely first. The last sampled token was never computed, so
+    /// it has no entry.
+    pub experts: Vec<u16>,
 }
 
 /// A token as it was sampled.
@@ -58,6 +72,9 @@ pub enum EngineEvent {
         cached_tokens: u32,
         /// How often new weights arrived in the middle of it.
         interruptions: u32,
+        /// What [`GenerateRequest::routing_from`] asked for, of models with experts. After new weights a
+        /// token keeps the experts that computed it first.
+        routing: Option<RoutedExperts>,
     },
     /// The engine could not go on; nothing of this generation may be trained on.
     Failed(EngineError),

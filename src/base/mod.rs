@@ -25,7 +25,8 @@ pub mod trial;
 pub mod weights;
 
 pub use engine::{
-    Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, SampledToken,
+    Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, RoutedExperts,
+    SampledToken,
 };
 pub use error_text::error_chain;
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};

@@ -11,7 +11,10 @@ use crate::{
     },
     preflight::Facts,
 };
-use std::fmt::Write as _;
+use std::{fmt::Write as _, path::Path};
+
+/// What stands in a copied run config where a value is still missing.
+const PLACEHOLDER: &str = "CHANGEME";
 
 /// Label and value of a line; an empty label continues the one above.
 type Row = (&'static str, String);
@@ -85,6 +88,16 @@ fn written(loaded: &Loaded, name: &str) -> String {
     }
 }
 
+/// A path as the run uses it; a placeholder as it stands, since it is no path yet.
+fn path(loaded: &Loaded, name: &str, path: &Path) -> String {
+    let text = written(loaded, name);
+    if text.contains(PLACEHOLDER) {
+        text
+    } else {
+        path.display().to_string()
+    }
+}
+
 fn yes_no(value: bool) -> &'static str {
     if value {
         "True"
@@ -113,7 +126,11 @@ fn head(loaded: &Loaded, model: &Model) -> Vec<Row> {
         ("axes", axes),
         (
             "model",
-            format!("{}  [{}]", s.model.path.display(), model.bracket()),
+            format!(
+                "{}  [{}]",
+                path(loaded, "MODEL_PATH", &s.model.path),
+                model.bracket()
+            ),
         ),
         (
             "",
@@ -177,12 +194,15 @@ fn train(loaded: &Loaded, facts: Option<&Facts>, model: &Model) -> Vec<Row> {
     };
     let mut rows = head(loaded, model);
     rows.extend([
-        ("data", format!("train={}", s.data.train_files.display())),
+        (
+            "data",
+            format!("train={}", path(loaded, "TRAIN_FILES", &s.data.train_files)),
+        ),
         (
             "",
             format!(
                 "val  ={}",
-                val.map_or("none".to_owned(), |p| p.display().to_string())
+                val.map_or("none".to_owned(), |file| path(loaded, "VAL_FILES", file))
             ),
         ),
         ("topology", topology(s)),
@@ -406,6 +426,20 @@ mod tests {
                 assert!(!report.findings.is_empty());
             }
         }
+    }
+
+    #[test]
+    fn a_placeholder_is_not_made_a_path() {
+        let base = "PROJECT_NAME=p\nEXP_NAME=e\n";
+        let text = block(
+            RunKind::Train,
+            &format!("{base}MODEL_PATH=CHANGEME\nTRAIN_FILES=CHANGEME\nVAL_FILES=v.parquet\n"),
+        );
+        assert!(text.contains("  model        CHANGEME  [unknown]\n"), "{text}");
+        assert!(
+            text.contains("  data         train=CHANGEME\n               val  =/"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -261,16 +261,82 @@ fn greedy(
 ) -> anyhow::Result<crate::model::net::PlainTensor> {
     use crate::model::net::{greedy_without_cache, PlainTensor, PlainValues};
     let prompt = GREEDY_PROMPT.min(rows[0].len());
+    let prompts: Vec<&[i64]> = rows.iter().map(|row| &row[..prompt]).collect();
+    // The native engine computes in f32 on the host; for all else the network runs over the whole text.
+    let replies = if args.device == DeviceArg::Cpu && args.dtype == DtypeArg::F32 {
+        engine_replies(policy, &prompts, args)?
+    } else {
+        let reply = |prompt: &&[i64]| greedy_without_cache(policy, prompt, args.greedy);
+        prompts.iter().map(reply).collect()
+    };
     let mut ids = Vec::new();
-    for row in rows {
-        ids.extend_from_slice(&row[..prompt]);
-        ids.extend(greedy_without_cache(policy, &row[..prompt], args.greedy));
+    for (prompt, reply) in prompts.iter().zip(replies) {
+        ids.extend_from_slice(prompt);
+        ids.extend(reply);
     }
     Ok(PlainTensor {
         name: "greedy".into(),
         shape: vec![rows.len(), prompt + args.greedy],
         values: PlainValues::Integers(ids),
     })
+}
+
+/// Greedy replies of the native engine to all prompts, which it decodes together.
+#[cfg(feature = "torch")]
+fn engine_replies(
+    policy: &crate::model::net::Policy,
+    prompts: &[&[i64]],
+    args: &ModelRunArgs,
+) -> anyhow::Result<Vec<Vec<i64>>> {
+    use crate::{
+        base::{Engine, EngineEvent, GenerateRequest, RequestId, SamplingParams, SessionId},
+        serve::engine::native::{NativeEngine, NativeEngineConfig},
+    };
+    let length = prompts[0].len() + args.greedy + 1;
+    let config = NativeEngineConfig {
+        max_num_seqs: prompts.len(),
+        max_model_len: length,
+        kv_cache_tokens: (length + 32) * prompts.len(),
+        num_threads: if args.threads == 0 {
+            std::thread::available_parallelism().map_or(1, |n| n.get())
+        } else {
+            args.threads as usize
+        },
+        ..NativeEngineConfig::default()
+    };
+    let engine = NativeEngine::from_policy(config, policy)?;
+    let mut inboxes = Vec::new();
+    for (i, prompt) in prompts.iter().enumerate() {
+        let (sender, inbox) = tokio::sync::mpsc::unbounded_channel();
+        let request = GenerateRequest {
+            id: RequestId(i as u64),
+            session: SessionId::from(i.to_string().as_str()),
+            prompt: prompt.iter().map(|id| *id as u32).collect(),
+            sampling: SamplingParams {
+                temperature: 0.0,
+                ..SamplingParams::default()
+            },
+            stop_token_ids: Vec::new(),
+            max_new_tokens: args.greedy as u32,
+            routing_from: None,
+        };
+        engine.submit(request, sender);
+        inboxes.push(inbox);
+    }
+    let mut replies = Vec::new();
+    for mut inbox in inboxes {
+        let mut reply = Vec::new();
+        loop {
+            match inbox.blocking_recv() {
+                Some(EngineEvent::Tokens(tokens)) => reply.extend(tokens.iter().map(|t| i64::from(t.id))),
+                Some(EngineEvent::Finished { .. }) => break,
+                Some(EngineEvent::Failed(error)) => return Err(error.into()),
+                None => anyhow::bail!("the engine ended before its reply was complete"),
+            }
+        }
+        replies.push(reply);
+    }
+    Ok(replies)
 }
 
 /// `input_ids` as rows of equal length.

@@ -4,7 +4,7 @@
 use super::stages;
 use crate::{
     config::settings::Settings,
-    model::hf::ModelConfig,
+    model::hf::{stored_layout, Checkpoint, ModelConfig},
     train::{
         buffer::{Buffer, BufferManifest},
         checkpoint::{
@@ -25,6 +25,9 @@ pub struct Checkpointing {
     store: CheckpointStore,
     writer: CheckpointWriter,
     model_files: ModelFiles,
+    /// The starting policy: its layout is that of the exports.
+    source: Checkpoint,
+    model: ModelConfig,
     fingerprint: String,
 }
 
@@ -51,6 +54,8 @@ impl Checkpointing {
             store,
             writer,
             model_files: ModelFiles::read(&settings.model.path)?,
+            source: Checkpoint::open(&settings.model.path)?,
+            model: model.clone(),
             fingerprint: stages::fingerprint(settings, model),
         })
     }
@@ -101,7 +106,7 @@ impl Checkpointing {
             );
         }
         let content = CheckpointContent {
-            export: snapshot.actor.clone(),
+            export: stored_layout(&self.model, &self.source, &snapshot.actor)?,
             actor: snapshot.actor,
             optimizer: snapshot.optimizer,
             state: RunState {

@@ -220,6 +220,7 @@ fn generate(engine: &dyn Engine, version: u32) {
         sampling: SamplingParams::default(),
         stop_token_ids: Vec::new(),
         max_new_tokens: 50,
+        routing_from: None,
     };
     engine.submit(request, sender);
     let mut ids = Vec::new();

@@ -5,7 +5,7 @@
 //! all others (vision tower, draft layers for multi-token prediction, …) are copied byte for byte. At
 //! most three tensors of the network are in memory at a time.
 
-use super::{header, header::Entry, Checkpoint, ModelConfig, ModelError, TensorSpec};
+use super::{experts, header, header::Entry, Checkpoint, ModelConfig, ModelError, TensorSpec};
 use crate::base::{DType, WeightTensor};
 use bytes::Bytes;
 use std::{
@@ -18,6 +18,8 @@ use std::{
 /// Endings of files that hold weights; a folder may keep the same weights in several formats, and copies
 /// of old weights must not lie beside new ones.
 const WEIGHT_ENDINGS: [&str; 6] = ["safetensors", "bin", "pt", "pth", "gguf", "onnx"];
+
+const HEAD: &str = "lm_head.weight";
 
 /// Tensors of the network that are kept for the next parts of them.
 const RECENT: usize = 3;
@@ -101,6 +103,42 @@ pub fn export_folder(
     Ok(report)
 }
 
+/// The tensors of a policy as the folder `source` stores them, with the folder's other tensors behind them.
+/// Values keep their element types; f16 becomes f32. Copies no data but that of f16.
+pub fn stored_layout(
+    config: &ModelConfig,
+    source: &Checkpoint,
+    tensors: &[WeightTensor],
+) -> Result<Vec<WeightTensor>, ModelError> {
+    let mut out = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let spec = TensorSpec {
+            name: tensor.name.clone(),
+            shape: tensor.shape.clone(),
+        };
+        if source.parts(&spec).is_empty() {
+            out.push(tensor.clone());
+        } else {
+            out.extend(experts::split(tensor));
+        }
+    }
+    if config.tie_word_embeddings && source.names().any(|name| name == HEAD) {
+        let embedding = config.embedding_spec().name;
+        let head = tensors
+            .iter()
+            .find(|t| t.name == embedding)
+            .map(|t| WeightTensor {
+                name: HEAD.into(),
+                ..t.clone()
+            });
+        out.extend(head);
+    }
+    for (name, _) in source.others(config) {
+        out.push(source.get_any(name)?.to_weight());
+    }
+    Ok(out)
+}
+
 /// Which stored tensors belong to the network. A tied head that is stored all the same is the embedding.
 fn origins(config: &ModelConfig, checkpoint: &Checkpoint, table: &[TensorSpec]) -> HashMap<String, Origin> {
     let mut origins = HashMap::new();
@@ -118,7 +156,7 @@ fn origins(config: &ModelConfig, checkpoint: &Checkpoint, table: &[TensorSpec]) 
         }
     }
     if config.tie_word_embeddings {
-        origins.insert("lm_head.weight".into(), Origin { place: 0, start: 0 });
+        origins.insert(HEAD.into(), Origin { place: 0, start: 0 });
     }
     origins
 }

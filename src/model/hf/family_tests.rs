@@ -174,3 +174,41 @@ fn broken_expert_folders_name_tensor_and_file() {
         "{text}"
     );
 }
+
+#[test]
+fn a_trained_policy_takes_the_layout_of_its_source() {
+    let folders = [
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_stacked",
+    ];
+    for folder in folders {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/fixtures/models")
+            .join(folder);
+        let config = ModelConfig::from_dir(&dir).unwrap();
+        let source = Checkpoint::open(&dir).unwrap();
+        let tensors: Vec<_> = source
+            .read_all(&config)
+            .unwrap()
+            .iter()
+            .map(StoredTensor::to_weight)
+            .collect();
+        let mut stored = stored_layout(&config, &source, &tensors).unwrap();
+        stored.sort_by(|a, b| a.name.cmp(&b.name));
+        let names: Vec<&str> = stored.iter().map(|t| t.name.as_str()).collect();
+        assert_eq!(names, source.names().collect::<Vec<_>>(), "{folder}");
+        for tensor in &stored {
+            let want = source.get_any(&tensor.name).unwrap();
+            assert_eq!(
+                (&tensor.shape, &tensor.data),
+                (&want.shape, &want.to_weight().data),
+                "{}",
+                tensor.name
+            );
+        }
+    }
+}

@@ -197,6 +197,12 @@ impl Checkpoint {
         })
     }
 
+    /// One tensor in the shape that it has.
+    pub fn get_any(&self, name: &str) -> Result<StoredTensor, ModelError> {
+        let shape = self.tensors.get(name).map(|(_, entry)| entry.shape.clone());
+        self.get(name, &shape.unwrap_or_default())
+    }
+
     /// A tensor of the network. Experts that are stored one by one are put together, which copies them;
     /// everything else stays where it lies.
     pub fn read(&self, spec: &TensorSpec) -> Result<StoredTensor, ModelError> {
@@ -267,6 +273,10 @@ impl Checkpoint {
         for spec in config.tensor_table() {
             own.extend(self.parts(&spec).into_iter().map(|part| part.spec.name));
             own.insert(spec.name);
+        }
+        if config.tie_word_embeddings {
+            // Stored all the same by some programs; it is the embedding.
+            own.insert("lm_head.weight".into());
         }
         let others = self.tensors.iter().filter(|(name, _)| !own.contains(*name));
         others

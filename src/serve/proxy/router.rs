@@ -233,6 +233,7 @@ impl Router {
                         reason,
                         cached_tokens,
                         interruptions: more,
+                        ..
                     }) => {
                         turn.end(request.prompt.len() + tokens.len());
                         return Ok(Generated {
@@ -482,6 +483,7 @@ mod tests {
             sampling: SamplingParams::default(),
             stop_token_ids: vec![9],
             max_new_tokens: 10,
+            routing_from: None,
         }
     }
 

@@ -96,6 +96,7 @@ pub async fn drive(job: Job) {
         },
         stop_token_ids: job.shared.renderer.tokenizer().stop_ids().to_vec(),
         max_new_tokens: wanted.min(limits.max_tokens_per_turn).min(room).max(1),
+        routing_from: None,
     };
     let format = job.request.parse_tools.then(|| job.shared.format.clone());
     let (stop_hit, stop_seen) = (Notify::new(), AtomicBool::new(false));

@@ -95,3 +95,55 @@ impl KvCache {
         }
     }
 }
+
+/// Experts of every cached token, `[page][slot][sparse layer][k]`, under the invariant of [`KvCache`]: what
+/// may be read of a page's keys may be read of its routing.
+pub(super) struct RoutingMemory {
+    memory: Box<[UnsafeCell<u16>]>,
+    /// Experts of a layer, k.
+    top_k: usize,
+    /// Experts of a token: sparse layers · k.
+    width: usize,
+}
+
+// SAFETY: as for `KvCache`; the slots are those of the same tokens.
+unsafe impl Sync for RoutingMemory {}
+
+impl RoutingMemory {
+    /// Zeroed memory; none for models without experts.
+    pub(super) fn new(num_sparse_layers: usize, top_k: usize, num_pages: usize) -> Self {
+        let width = num_sparse_layers * top_k;
+        let zeroed = Box::into_raw(vec![0u16; num_pages * PAGE_TOKENS * width].into_boxed_slice());
+        Self {
+            // SAFETY: the pointer was just taken out of a box, and UnsafeCell<u16> has the layout of u16.
+            memory: unsafe { Box::from_raw(zeroed as *mut [UnsafeCell<u16>]) },
+            top_k,
+            width,
+        }
+    }
+
+    /// Experts of a token.
+    pub(super) fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Stores the experts of one token in one sparse layer.
+    pub(super) fn write(&self, page: PageId, slot: usize, sparse_layer: usize, experts: &[u16]) {
+        let token = page.0 as usize * PAGE_TOKENS + slot;
+        let cells = &self.memory[token * self.width + sparse_layer * self.top_k..][..self.top_k];
+        for (cell, expert) in cells.iter().zip(experts) {
+            // SAFETY: this worker alone touches the slot during the step (the invariant of this module).
+            unsafe { *cell.get() = *expert }
+        }
+    }
+
+    /// Appends the experts of the tokens of a sequence with these pages. Only between steps.
+    pub(super) fn read(&self, pages: &[PageId], tokens: std::ops::Range<usize>, out: &mut Vec<u16>) {
+        for position in tokens {
+            let token = pages[position / PAGE_TOKENS].0 as usize * PAGE_TOKENS + position % PAGE_TOKENS;
+            let cells = &self.memory[token * self.width..][..self.width];
+            // SAFETY: no worker computes between steps, so nobody writes.
+            out.extend(cells.iter().map(|cell| unsafe { *cell.get() }));
+        }
+    }
+}

@@ -1,7 +1,11 @@
 //! A generation inside the engine.
 
-use super::pages::{NodeId, PageId, PAGE_TOKENS};
-use crate::base::{EngineError, EngineEvent, FinishReason, GenerateRequest, SampledToken};
+use super::{
+    cache::RoutingMemory,
+    pages::{NodeId, PageId, PagePool, PAGE_TOKENS},
+    states::SlotId,
+};
+use crate::base::{EngineError, EngineEvent, FinishReason, GenerateRequest, RoutedExperts, SampledToken};
 use tokio::sync::mpsc::UnboundedSender;
 
 /// One request with its tokens and its pages.
@@ -15,6 +19,12 @@ pub(super) struct Sequence {
     pub pages: Vec<PageId>,
     /// Nodes of the leading pages that are in the prefix tree.
     pub nodes: Vec<NodeId>,
+    /// Delta-net state behind the `computed` tokens; None outside the batch and for models without.
+    pub state: Option<SlotId>,
+    /// Prefix whose snapshot this sequence made while it decoded; the next one takes its place.
+    decode_snapshot: Option<NodeId>,
+    /// What the request asked to know about its experts, as far as it is computed.
+    routing: Option<RoutedExperts>,
     /// Prompt tokens that came from the cache when it was first admitted.
     pub cached_tokens: usize,
     /// False once it has lost its pages: what is computed then is not its prompt for the first time.
@@ -26,11 +36,17 @@ impl Sequence {
     pub(super) fn new(request: GenerateRequest, events: UnboundedSender<EngineEvent>) -> Self {
         Self {
             tokens: request.prompt.to_vec(),
+            routing: request.routing_from.map(|first| RoutedExperts {
+                first,
+                ..RoutedExperts::default()
+            }),
             request,
             events,
             computed: 0,
             pages: Vec::new(),
             nodes: Vec::new(),
+            state: None,
+            decode_snapshot: None,
             cached_tokens: 0,
             first_pass: true,
             interruptions: 0,
@@ -62,6 +78,33 @@ impl Sequence {
         self.tokens.len().div_ceil(PAGE_TOKENS)
     }
 
+    /// Lets go of pages and state.
+    pub(super) fn release(&mut self, pool: &mut PagePool) {
+        pool.release(&self.pages, &self.request.session);
+        if let Some(slot) = self.state.take() {
+            pool.release_state(slot);
+        }
+        self.pages.clear();
+        self.nodes.clear();
+        self.computed = 0;
+    }
+
+    /// Keeps the state where it stands at a page boundary. While it decodes, the snapshot before is given
+    /// up: the next turn starts from the last one.
+    pub(super) fn save_state(&mut self, decoded: bool, pool: &mut PagePool) {
+        let Some(slot) = self.state else { return };
+        if self.computed == 0 || self.computed != self.nodes.len() * PAGE_TOKENS {
+            return;
+        }
+        let node = self.node();
+        if decoded {
+            if let Some(before) = self.decode_snapshot.replace(node) {
+                pool.forget_state(before);
+            }
+        }
+        pool.save_state(slot, node);
+    }
+
     /// Nobody listens any more.
     pub(super) fn is_closed(&self) -> bool {
         self.events.is_closed()
@@ -79,11 +122,26 @@ impl Sequence {
         full.then_some(FinishReason::Length)
     }
 
-    pub(super) fn finish(&self, reason: FinishReason) {
+    /// Adds the experts of the tokens before `end` that are not noted yet. Tokens that newer weights compute
+    /// again keep what is noted.
+    pub(super) fn record_routing(&mut self, end: usize, memory: &RoutingMemory) {
+        let Some(routing) = self.routing.as_mut().filter(|_| memory.width() > 0) else {
+            return;
+        };
+        routing.width = memory.width() as u32;
+        let noted = routing.first as usize + routing.experts.len() / memory.width();
+        if noted < end {
+            memory.read(&self.pages, noted..end, &mut routing.experts);
+        }
+    }
+
+    pub(super) fn finish(&mut self, reason: FinishReason) {
+        let routing = self.routing.take().filter(|routing| routing.width > 0);
         self.send(EngineEvent::Finished {
             reason,
             cached_tokens: self.cached_tokens as u32,
             interruptions: self.interruptions,
+            routing,
         });
     }
 

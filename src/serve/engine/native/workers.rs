@@ -5,8 +5,10 @@
 //! Worker 0 is the engine's own thread.
 
 use super::{
+    cache::RoutingMemory,
     forward::{Forward, SequenceWork},
     sampler::Draw,
+    states::StateOp,
     weights::EngineWeights,
 };
 use std::{
@@ -48,6 +50,8 @@ impl Workers {
             let mut forward = Forward {
                 shape: local.shape.clone(),
                 cache: local.cache.clone(),
+                states: local.states.clone(),
+                routing: local.routing.clone(),
                 weights: local.weights.share(),
             };
             let (jobs, inbox) = channel();
@@ -84,6 +88,16 @@ impl Workers {
         }
         self.local.weights = weights;
         Ok(())
+    }
+
+    /// Moves states before a step.
+    pub(super) fn move_states(&self, ops: &[StateOp]) {
+        self.local.states.apply(ops);
+    }
+
+    /// Experts of the cached tokens.
+    pub(super) fn routing(&self) -> &RoutingMemory {
+        &self.local.routing
     }
 
     /// Computes a step; the draws come in the order of the sequences that sample.

@@ -3,7 +3,7 @@
 
 use super::base::{
     Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, PolicyVersion, RequestId,
-    SampledToken, SessionId, WeightAck, WeightError, WeightTarget, WeightUpdate,
+    RoutedExperts, SampledToken, SessionId, WeightAck, WeightError, WeightTarget, WeightUpdate,
 };
 use std::{
     collections::{HashMap, HashSet},
@@ -82,6 +82,11 @@ impl Engine for Double {
                     reason,
                     cached_tokens: 7,
                     interruptions: 1,
+                    routing: request.routing_from.map(|first| RoutedExperts {
+                        first,
+                        width: 2,
+                        experts: vec![3, 1, 2, 300],
+                    }),
                 },
             });
         });

@@ -168,6 +168,7 @@ impl Engine for RemoteEngine {
                 sampling: request.sampling,
                 stop_token_ids: request.stop_token_ids,
                 max_new_tokens: request.max_new_tokens,
+                routing_from: request.routing_from,
             },
             &wire::put_u32s(&request.prompt),
         );
@@ -372,7 +373,9 @@ impl Shared {
                 reason,
                 cached_tokens,
                 interruptions,
+                routing,
             } => {
+                let routing = wire::take_routing(routing, &raw)?;
                 if let Some(running) = state.requests.remove(&id) {
                     // Until the server reports: what was just computed is in the cache.
                     let resident = running.tokens.len();
@@ -387,6 +390,7 @@ impl Shared {
                         reason,
                         cached_tokens,
                         interruptions,
+                        routing,
                     });
                 }
             }

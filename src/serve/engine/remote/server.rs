@@ -179,6 +179,7 @@ impl EngineServer {
                 sampling,
                 stop_token_ids,
                 max_new_tokens,
+                routing_from,
             } => {
                 let prompt = wire::take_u32s(&raw).map_err(|problem| self.unreadable(problem))?;
                 self.received += 1;
@@ -196,6 +197,7 @@ impl EngineServer {
                         sampling,
                         stop_token_ids,
                         max_new_tokens,
+                        routing_from,
                     },
                     events,
                 );
@@ -350,25 +352,26 @@ async fn forward(
                 reason,
                 cached_tokens,
                 interruptions,
+                routing,
             } => {
                 let kept = KeptSession {
                     tokens,
                     reported: None,
                 };
                 lock(&link.sessions).insert(session, kept);
-                link.end(
+                let (routing, raw) = wire::put_routing(routing.as_ref());
+                let reply = Reply::Finished {
                     id,
-                    &Reply::Finished {
-                        id,
-                        reason,
-                        cached_tokens,
-                        interruptions,
-                    },
-                );
+                    reason,
+                    cached_tokens,
+                    interruptions,
+                    routing,
+                };
+                link.end(id, &reply, &raw);
                 return;
             }
             EngineEvent::Failed(error) => {
-                link.end(id, &Reply::Failed { id, error });
+                link.end(id, &Reply::Failed { id, error }, &[]);
                 return;
             }
         };
@@ -380,7 +383,7 @@ async fn forward(
         }
     }
     let error = crate::base::EngineError::Internal("the engine dropped the generation".to_owned());
-    link.end(id, &Reply::Failed { id, error });
+    link.end(id, &Reply::Failed { id, error }, &[]);
 }
 
 impl Link {
@@ -392,9 +395,9 @@ impl Link {
         Ok(self.comm.send(self.head, Tag::ENGINE_REPLY, message)?)
     }
 
-    fn end(&self, id: RequestId, reply: &Reply) {
+    fn end(&self, id: RequestId, reply: &Reply, raw: &[u8]) {
         lock(&self.running).remove(&id);
-        if let Err(error) = self.send(reply, &[]) {
+        if let Err(error) = self.send(reply, raw) {
             tracing::warn!(request = %id, %error, "the head cannot be told about the end of a generation");
         }
     }

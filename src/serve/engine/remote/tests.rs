@@ -3,7 +3,8 @@
 use super::{wire, EngineServer, RemoteConfig, RemoteEngine, RemoteError, ServerEnd};
 use crate::base::{
     self, DType, Engine, EngineError, EngineEvent, FinishReason, GenerateRequest, PolicyVersion, RequestId,
-    SampledToken, SamplingParams, SessionId, WeightError, WeightTarget, WeightTensor, WeightUpdate,
+    RoutedExperts, SampledToken, SamplingParams, SessionId, WeightError, WeightTarget, WeightTensor,
+    WeightUpdate,
 };
 use crate::comm::{inprocess, Tag};
 use bytes::Bytes;
@@ -62,6 +63,7 @@ fn request(id: u64, prompt: &[u32], max_new_tokens: u32) -> GenerateRequest {
         },
         stop_token_ids: vec![5, 90],
         max_new_tokens,
+        routing_from: Some(9),
     }
 }
 
@@ -129,6 +131,7 @@ fn a_generation_arrives_as_it_was_sampled() {
         reason,
         cached_tokens,
         interruptions,
+        routing,
     } = end
     else {
         panic!("{end:?}")
@@ -137,6 +140,12 @@ fn a_generation_arrives_as_it_was_sampled() {
         (reason, cached_tokens, interruptions),
         (FinishReason::Length, 7, 1)
     );
+    let want = RoutedExperts {
+        first: 9,
+        width: 2,
+        experts: vec![3, 1, 2, 300],
+    };
+    assert_eq!(routing, Some(want));
     let seen = &pair.double.state.lock().unwrap().requests[0];
     assert_eq!(
         (seen.id, &seen.session, &seen.prompt),
@@ -399,7 +408,7 @@ fn another_version_is_refused_on_both_sides() {
     };
     let text = error.to_string();
     assert!(
-        text.contains("rank 1 runs `legorl 9.9.9, engine protocol 1`"),
+        text.contains("rank 1 runs `legorl 9.9.9, engine protocol 2`"),
         "{text}"
     );
     assert!(matches!(

@@ -8,14 +8,14 @@
 //! [`PROTOCOL`] is part of the first message of both sides and changes with every change here.
 
 use crate::base::{
-    DType, EngineError, EngineStatus, FinishReason, PolicyVersion, RequestId, SampledToken, SamplingParams,
-    SessionId, WeightAck, WeightError,
+    DType, EngineError, EngineStatus, FinishReason, PolicyVersion, RequestId, RoutedExperts, SampledToken,
+    SamplingParams, SessionId, WeightAck, WeightError,
 };
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::{de::DeserializeOwned, Deserialize, Serialize};
 
 /// Version of this format.
-pub(super) const PROTOCOL: u32 = 1;
+pub(super) const PROTOCOL: u32 = 2;
 
 /// First word of a side.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,6 +51,7 @@ pub(super) enum Request {
         sampling: SamplingParams,
         stop_token_ids: Vec<u32>,
         max_new_tokens: u32,
+        routing_from: Option<u32>,
     },
     Abort {
         id: RequestId,
@@ -82,11 +83,14 @@ pub(super) enum Reply {
     Tokens {
         id: RequestId,
     },
+    /// Raw: the experts, u16 each.
     Finished {
         id: RequestId,
         reason: FinishReason,
         cached_tokens: u32,
         interruptions: u32,
+        /// Position of the first token whose experts follow, and experts a token.
+        routing: Option<(u32, u32)>,
     },
     Failed {
         id: RequestId,
@@ -143,6 +147,36 @@ pub(super) fn take_u32s(raw: &[u8]) -> Result<Vec<u32>, String> {
         .chunks_exact(4)
         .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
         .collect())
+}
+
+/// Position and width for the head of a message, and the raw part.
+pub(super) fn put_routing(routing: Option<&RoutedExperts>) -> (Option<(u32, u32)>, Vec<u8>) {
+    let Some(routing) = routing else {
+        return (None, Vec::new());
+    };
+    let raw = routing.experts.iter().flat_map(|e| e.to_le_bytes()).collect();
+    (Some((routing.first, routing.width)), raw)
+}
+
+pub(super) fn take_routing(head: Option<(u32, u32)>, raw: &[u8]) -> Result<Option<RoutedExperts>, String> {
+    let Some((first, width)) = head else {
+        return Ok(None);
+    };
+    if !raw.len().is_multiple_of(2 * width.max(1) as usize) {
+        return Err(format!(
+            "{} bytes are no whole number of tokens with {width} experts",
+            raw.len()
+        ));
+    }
+    let experts = raw
+        .chunks_exact(2)
+        .map(|b| u16::from_le_bytes([b[0], b[1]]))
+        .collect();
+    Ok(Some(RoutedExperts {
+        first,
+        width,
+        experts,
+    }))
 }
 
 pub(super) fn put_tokens(tokens: &[SampledToken]) -> Vec<u8> {

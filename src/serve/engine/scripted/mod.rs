@@ -203,6 +203,7 @@ impl Shared {
                 reason,
                 cached_tokens: cached,
                 interruptions,
+                routing: None,
             },
         });
     }

@@ -10,6 +10,7 @@ fn request(id: u64) -> GenerateRequest {
         sampling: SamplingParams::default(),
         stop_token_ids: vec![9],
         max_new_tokens: 4,
+        routing_from: None,
     }
 }
 

@@ -2,7 +2,9 @@
 //! time.
 
 mod engine;
+mod families;
 mod pages;
+mod replay;
 mod sampler;
 mod scheduler;
 
@@ -10,7 +12,7 @@ use super::{sampler as draw, NativeEngine, NativeEngineConfig};
 use crate::{
     base::{
         Engine, EngineError, EngineEvent, FinishReason, GenerateRequest, PolicyVersion, RequestId,
-        SampledToken, SamplingParams, SessionId,
+        RoutedExperts, SampledToken, SamplingParams, SessionId,
     },
     model::{
         hf::ModelConfig,
@@ -59,6 +61,7 @@ fn request(id: u64, session: &str, prompt: &[u32], max_new_tokens: u32) -> Gener
         },
         stop_token_ids: vec![],
         max_new_tokens,
+        routing_from: None,
     }
 }
 
@@ -99,6 +102,7 @@ struct Ended {
     reason: FinishReason,
     cached_tokens: u32,
     interruptions: u32,
+    routing: Option<RoutedExperts>,
 }
 
 impl Ended {
@@ -149,6 +153,7 @@ impl Client {
                     reason,
                     cached_tokens,
                     interruptions,
+                    routing,
                 } => {
                     assert!(self.events.recv().await.is_none(), "an event after the end");
                     return Ok(Ended {
@@ -156,6 +161,7 @@ impl Client {
                         reason,
                         cached_tokens,
                         interruptions,
+                        routing,
                     });
                 }
                 EngineEvent::Failed(error) => return Err(error),
