@@ -20,10 +20,11 @@ pub struct Style {
 }
 
 impl Style {
-    /// Colour only on a terminal and without `NO_COLOR`.
+    /// Colour only on a terminal that can show it, and without `NO_COLOR`.
     pub fn of_stdout() -> Self {
         use std::io::IsTerminal;
-        let refused = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+        let refused = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
+            || std::env::var_os("TERM").is_some_and(|v| v == "dumb");
         Self {
             colour: !refused && std::io::stdout().is_terminal(),
         }

@@ -6,7 +6,6 @@ use std::fmt::Write as _;
 /// The page.
 pub fn page() -> String {
     let mut out = String::from(include_str!("pages_head.md"));
-    out.push('\n');
     for rule in rules::ALL {
         // Writing to a String cannot fail.
         let _ = writeln!(out, "| [`{0}`](#{0}) | {1} |", rule.id, rule.what);
