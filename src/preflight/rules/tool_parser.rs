@@ -88,7 +88,7 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 
 /// The checkpoint was not looked at, or another rule says that it cannot be read.
 fn markup_unread(facts: Option<&Facts>) -> bool {
-    !facts.is_some_and(|f| f.model.is_ok())
+    facts.is_none_or(|f| f.model.is_err())
 }
 
 #[cfg(test)]

@@ -168,7 +168,13 @@ mod client {
     #[cfg(test)]
     mod tests {
         use super::*;
-        use std::{fs, net::TcpListener, time::Instant};
+        use std::{
+            fs,
+            io::{Read, Write},
+            net::TcpListener,
+            thread,
+            time::Instant,
+        };
 
         fn kubeconfig(dir: &Path, port: u16) -> std::path::PathBuf {
             let path = dir.join("kubeconfig");
@@ -179,6 +185,71 @@ mod client {
             );
             fs::write(&path, text).unwrap();
             path
+        }
+
+        /// A server that gives one answer a request line; returns its port.
+        fn server(answer: impl Fn(&str) -> (u16, &'static str) + Send + 'static) -> u16 {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = listener.local_addr().unwrap().port();
+            thread::spawn(move || {
+                for stream in listener.incoming() {
+                    let Ok(mut stream) = stream else { return };
+                    let mut buffer = [0; 8192];
+                    while let Ok(n) = stream.read(&mut buffer) {
+                        if n == 0 {
+                            break;
+                        }
+                        let text = String::from_utf8_lossy(&buffer[..n]).into_owned();
+                        let (code, body) = answer(text.lines().next().unwrap_or(""));
+                        let reply = format!(
+                            "HTTP/1.1 {code} X\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+                            body.len()
+                        );
+                        if stream.write_all(reply.as_bytes()).is_err() {
+                            break;
+                        }
+                    }
+                }
+            });
+            port
+        }
+
+        const VERSION: &str = r#"{"major":"1","minor":"31","gitVersion":"v1.31.0","gitCommit":"c",
+            "gitTreeState":"clean","buildDate":"d","goVersion":"g","compiler":"gc","platform":"linux/amd64"}"#;
+
+        #[test]
+        fn pods_are_asked_for_with_a_dry_run_and_a_refusal_is_told() {
+            let dir = tempfile::tempdir().unwrap();
+            let ask = |create: (u16, &'static str)| {
+                let port = server(move |line| {
+                    if line.starts_with("GET /version ") {
+                        (200, VERSION)
+                    } else {
+                        assert!(line.starts_with("POST /api/v1/namespaces/boxes/pods?"), "{line}");
+                        assert!(line.contains("dryRun=All"), "{line}");
+                        create
+                    }
+                });
+                probe(
+                    &kubeconfig(dir.path(), port),
+                    "boxes",
+                    "busybox",
+                    Duration::from_secs(10),
+                )
+            };
+            let made = ask((201, r#"{"apiVersion":"v1","kind":"Pod","metadata":{"name":"p"}}"#));
+            assert_eq!(made.version, Some(Ok("v1.31.0".into())));
+            assert_eq!(made.create, Some(Ok(())));
+            let refused = ask((
+                403,
+                r#"{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Forbidden","code":403,
+                    "message":"pods is forbidden: User \"nobody\" cannot create resource \"pods\""}"#,
+            ));
+            let problem = refused.create.unwrap().unwrap_err();
+            assert!(
+                problem.contains("(403)") && problem.contains("nobody"),
+                "{problem}"
+            );
         }
 
         #[test]
