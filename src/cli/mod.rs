@@ -20,8 +20,10 @@ pub mod index;
 pub mod init_policy;
 pub mod place;
 pub mod report;
+pub mod serve;
 pub mod task;
 pub mod train;
+pub mod trajectory;
 
 use crate::config::Loaded;
 use clap::{Parser, Subcommand};
@@ -75,6 +77,11 @@ enum Command {
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
+    /// Run the proxy alone, in front of one engine
+    Serve(serve::ServeArgs),
+    /// Look at what trials said
+    #[command(subcommand)]
+    Trajectory(trajectory::TrajectoryCommand),
     /// Repair a run's buffer
     #[command(subcommand)]
     Buffer(buffer::BufferCommand),
@@ -82,8 +89,10 @@ enum Command {
     Explain(explain::ExplainArgs),
 }
 
-const COMMANDS: [&str; 8] = [
+const COMMANDS: [&str; 10] = [
     "buffer",
+    "serve",
+    "trajectory",
     "train",
     "index",
     "task",
@@ -114,6 +123,8 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
         Command::Config(command) => config_command::run(command),
+        Command::Serve(args) => serve::run(parts, args),
+        Command::Trajectory(command) => trajectory::run(command),
         Command::Buffer(command) => buffer::run(command),
         Command::Explain(args) => explain::run(args),
     };
