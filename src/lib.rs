@@ -5,6 +5,7 @@ pub mod comm;
 pub mod config;
 pub mod model;
 pub mod observe;
+pub mod plan;
 pub mod preflight;
 pub mod rank;
 pub mod rollout;

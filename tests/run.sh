@@ -8,6 +8,10 @@ level=${1:-short}
 export LEGORL_TEST_LEVEL=$level
 setup/agent.sh
 export LEGORL_AGENT=$PWD/target/x86_64-unknown-linux-gnu/release/legorl-agent
+# The API server that Kubernetes probes are tested with; built once, later from the cache.
+if [ "$level" != short ]; then
+  tests/cluster/kubernetes.sh build || echo "SKIP kubernetes: the API server could not be built"
+fi
 cargo build --bins
 if command -v cargo-nextest >/dev/null; then
   runner=(cargo nextest run --no-fail-fast)
@@ -26,6 +30,8 @@ fi
 [ "$level" = long ] || exit 0
 report=target/test-reports/$(date -u +%Y-%m-%dT%H%M).md
 mkdir -p "$(dirname "$report")"
+# Random inputs of each property of the configuration language.
+export LEGORL_FUZZ_CASES=${LEGORL_FUZZ_CASES:-1000000}
 {
   echo "# Long test run, $(date -u +%FT%TZ)"
   echo
@@ -33,8 +39,16 @@ mkdir -p "$(dirname "$report")"
   echo
   echo '```'
 } >"$report"
+# References from Python, and inputs by the million for the property tests.
+eval "$(setup/references.sh)"
+export LEGORL_FUZZ_CASES=${LEGORL_FUZZ_CASES:-1000000}
 set +e
-cargo test --workspace --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
+if command -v cargo-nextest >/dev/null; then
+  # Passing tests print their figures too; nothing is repeated: a test that fails once is in the report.
+  cargo nextest run --workspace --no-fail-fast --retries 0 --success-output immediate --failure-output immediate-final 2>&1 | tee -a "$report"
+else
+  cargo test --workspace --no-fail-fast -- --nocapture 2>&1 | tee -a "$report"
+fi
 code=${PIPESTATUS[0]}
 { echo '```'; echo; echo "Exit code $code after $SECONDS s."; } >>"$report"
 echo "report: $report"

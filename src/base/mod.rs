@@ -14,6 +14,7 @@
 //! Invariant: this module knows no file format, no network and no tensor library.
 
 pub mod engine;
+pub mod error_text;
 pub mod ids;
 pub mod order;
 pub mod sampling;
@@ -26,6 +27,7 @@ pub mod weights;
 pub use engine::{
     Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, SampledToken,
 };
+pub use error_text::error_chain;
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};
 pub use sampling::SamplingParams;
 pub use secrets::is_secret;

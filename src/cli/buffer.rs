@@ -19,6 +19,10 @@ pub enum BufferCommand {
 pub fn run(command: &BufferCommand) -> anyhow::Result<ExitCode> {
     let BufferCommand::Salvage { dir } = command;
     let report = salvage(dir)?;
+    if report.set_aside.is_empty() {
+        super::print(&format!("{}: no damaged shard, nothing to do\n", dir.display()));
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut text = format!("{}: {} records kept\n", dir.display(), report.kept);
     for lost in &report.lost {
         text.push_str(&format!("  lost: {lost}\n"));

@@ -1,6 +1,6 @@
 //! `legorl-rank explain RULE`.
 
-use crate::preflight::{rules, Rule};
+use crate::preflight::{pages, rules};
 use anyhow::bail;
 use clap::Args;
 use std::process::ExitCode;
@@ -25,7 +25,7 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     };
     match rules::ALL.iter().find(|rule| rule.id == id) {
-        Some(rule) => super::print(&page(rule)),
+        Some(rule) => super::print(&pages::explain(rule)),
         None => {
             let near = rules::ALL
                 .iter()
@@ -36,11 +36,4 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn page(rule: &Rule) -> String {
-    format!(
-        "{}\n\n  what      {}\n  why       {}\n  evidence  {}\n  fix       {}\n",
-        rule.id, rule.what, rule.why, rule.evidence, rule.fix
-    )
 }

@@ -6,10 +6,10 @@
 //!
 //! SIGTERM or SIGINT drain: new requests get 429 or 529, running ones end, at most [`DRAIN`] long.
 
-use super::{exec, Parts, Tensors};
+use super::{exec, ConfigArgs, Parts, Tensors};
 use crate::{
     base::{Engine, ReplicaId},
-    config::{self, LoadRequest, Settings},
+    config::{self, values::RunKind, LoadRequest, Settings},
     model::tokenizer::Tokenizer,
     rank::{serving, signals::StopFlag},
     serve::{
@@ -34,9 +34,8 @@ const SCRIPTED_CAPACITY: u64 = 1 << 40;
 /// Arguments of `serve`.
 #[derive(Args)]
 pub struct ServeArgs {
-    /// Run config
-    #[arg(value_name = "CONFIG")]
-    config: PathBuf,
+    #[command(flatten)]
+    config: ConfigArgs,
     /// What generates: `native` (the policy of MODEL_PATH), `scripted`, or the URL of a vLLM server
     #[arg(long, value_name = "native|scripted|URL", default_value = "native")]
     engine: String,
@@ -55,16 +54,13 @@ pub struct ServeArgs {
     /// Threads of the proxy
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Override a variable; may be given several times
-    #[arg(long = "set", value_name = "NAME=VALUE")]
-    set: Vec<String>,
 }
 
 /// Runs the command.
 pub fn run(parts: &Parts, args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if args.engine == "native" {
         if let Tensors::In(name) = parts.tensors {
-            return Err(exec::replace(name));
+            return Err(exec::replace(name, std::time::SystemTime::now()));
         }
     }
     let scripted = args.script.is_some() || args.reply_tokens.is_some();
@@ -93,8 +89,9 @@ pub fn run(parts: &Parts, args: &ServeArgs) -> anyhow::Result<ExitCode> {
 
 /// The run config, with stand-ins for what only a training run needs.
 fn settings(args: &ServeArgs) -> anyhow::Result<Settings> {
-    let (layered, _) = config::layers::load(&LoadRequest::from_process(&args.config, args.set.clone()))?;
-    let mut set = args.set.clone();
+    let request = args.config.request(RunKind::Train);
+    let (layered, _) = config::layers::load(&request)?;
+    let mut set = request.set.clone();
     for (name, stand_in) in [
         ("PROJECT_NAME", "serve"),
         ("EXP_NAME", "serve"),
@@ -104,7 +101,7 @@ fn settings(args: &ServeArgs) -> anyhow::Result<Settings> {
             set.push(format!("{name}={stand_in}"));
         }
     }
-    let loaded = config::load(&LoadRequest::from_process(&args.config, set))?;
+    let loaded = config::load(&LoadRequest { set, ..request })?;
     for warning in &loaded.warnings {
         eprintln!("warning: {warning}");
     }

@@ -1,6 +1,9 @@
 //! Removing secrets from text that leaves the program.
 
-use std::{borrow::Cow, sync::RwLock};
+use std::{
+    borrow::Cow,
+    sync::{Arc, OnceLock, RwLock},
+};
 
 /// Shortest value that is taken for a secret: replacing shorter ones would hide ordinary words.
 const MIN_SECRET: usize = 6;
@@ -15,6 +18,13 @@ pub struct Redactor {
 }
 
 impl Redactor {
+    /// The one of this process, for everything that it prints or writes. It knows the secrets of the
+    /// environment; those of the configuration are added when it is loaded.
+    pub fn global() -> &'static Arc<Self> {
+        static GLOBAL: OnceLock<Arc<Redactor>> = OnceLock::new();
+        GLOBAL.get_or_init(|| Arc::new(Self::of_process()))
+    }
+
     /// Knows the secrets of the process environment.
     pub fn of_process() -> Self {
         let redactor = Self::default();

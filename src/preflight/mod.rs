@@ -6,13 +6,18 @@
 //!
 //! Invariant: nothing launches past a `Fatal`, and no flag changes that.
 //!
-//! To add a rule: write `rules/my_rule.rs` with a `pub(super) const RULE: Rule`, add it to the list in
-//! `rules/mod.rs`, and test its function with settings and facts made by hand.
+//! How to add a rule stands at the head of [`rules`]. [`live`] is what `legorl-rank check` shows beside
+//! the rules, [`pages`] writes `docs/preflight.md`.
 
+#[cfg(test)]
+mod corpus;
 pub mod facts;
+pub mod live;
+pub mod model_family;
+pub mod pages;
 pub mod rules;
 
-use crate::config::Settings;
+use crate::config::{values::RunKind, Settings};
 pub use facts::Facts;
 
 /// How bad a finding is.
@@ -43,6 +48,8 @@ pub struct Finding {
 pub struct Rule {
     /// Short name, for `explain`.
     pub id: &'static str,
+    /// Kinds of run that it is for.
+    pub runs: &'static [RunKind],
     /// What is checked.
     pub what: &'static str,
     /// What happens otherwise.
@@ -55,8 +62,37 @@ pub struct Rule {
     pub check: fn(&Settings, Option<&Facts>) -> Vec<Outcome>,
 }
 
+/// For [`Rule::runs`]: training, evaluation and sampling.
+pub const EVERY_RUN: &[RunKind] = RunKind::ALL;
+
+/// For [`Rule::runs`]: training alone.
+pub const TRAINING: &[RunKind] = &[RunKind::Train];
+
+/// For [`Rule::runs`]: those that draw tasks from an index.
+pub const WITH_INDEX: &[RunKind] = &[RunKind::Train, RunKind::Infer];
+
 /// A verdict and its text, before the rule's name is put to it.
 pub type Outcome = (Verdict, String);
+
+/// Nothing to do.
+pub fn ok(text: impl Into<String>) -> Outcome {
+    (Verdict::Ok, text.into())
+}
+
+/// Could not be checked without facts.
+pub fn skip(text: impl Into<String>) -> Outcome {
+    (Verdict::Skip, text.into())
+}
+
+/// Works, and probably not as meant.
+pub fn warn(text: impl Into<String>) -> Outcome {
+    (Verdict::Warn, text.into())
+}
+
+/// Must not start.
+pub fn fatal(text: impl Into<String>) -> Outcome {
+    (Verdict::Fatal, text.into())
+}
 
 /// Why the checks run; it decides what an unavailable feature means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,10 +124,11 @@ impl Report {
     }
 }
 
-/// Evaluates every rule.
+/// Evaluates every rule that is for this kind of run.
 pub fn check(settings: &Settings, facts: Option<&Facts>) -> Report {
     let findings = rules::ALL
         .iter()
+        .filter(|rule| rule.runs.contains(&settings.run.kind))
         .flat_map(|rule| {
             (rule.check)(settings, facts)
                 .into_iter()

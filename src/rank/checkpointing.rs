@@ -4,7 +4,7 @@
 use super::stages;
 use crate::{
     config::settings::Settings,
-    model::hf::ModelConfig,
+    model::hf::{stored_layout, Checkpoint, ModelConfig},
     train::{
         buffer::{Buffer, BufferManifest},
         checkpoint::{
@@ -25,6 +25,9 @@ pub struct Checkpointing {
     store: CheckpointStore,
     writer: CheckpointWriter,
     model_files: ModelFiles,
+    /// The starting policy: its layout is that of the exports.
+    source: Checkpoint,
+    model: ModelConfig,
     fingerprint: String,
 }
 
@@ -51,6 +54,8 @@ impl Checkpointing {
             store,
             writer,
             model_files: ModelFiles::read(&settings.model.path)?,
+            source: Checkpoint::open(&settings.model.path)?,
+            model: model.clone(),
             fingerprint: stages::fingerprint(settings, model),
         })
     }
@@ -59,7 +64,22 @@ impl Checkpointing {
     pub fn latest(&self) -> anyhow::Result<Option<ResumePoint>> {
         let latest = self.store.latest_committed()?;
         let Some(checkpoint) = latest.checkpoint else {
-            return Ok(None);
+            let published = self.store.committed_steps()?;
+            if published.is_empty() {
+                return Ok(None);
+            }
+            // Step 1 again would throw away what the run has learned, without a word.
+            bail!(
+                "every checkpoint in {} is damaged ({}); restore one from a copy, or start anew with another \
+                 EXP_NAME",
+                self.store.root().display(),
+                latest
+                    .skipped
+                    .iter()
+                    .map(|s| format!("{}: {}", s.path.display(), s.problem))
+                    .collect::<Vec<_>>()
+                    .join("; ")
+            );
         };
         let content = self.store.load(&checkpoint)?;
         content
@@ -86,7 +106,7 @@ impl Checkpointing {
             );
         }
         let content = CheckpointContent {
-            export: snapshot.actor.clone(),
+            export: stored_layout(&self.model, &self.source, &snapshot.actor)?,
             actor: snapshot.actor,
             optimizer: snapshot.optimizer,
             state: RunState {

@@ -36,6 +36,7 @@ pub use launch::run_train;
 mod launch {
     use super::{engine_rank, roles::RoleMap, signals::StopFlag, wiring};
     use crate::{
+        base::error_chain,
         comm::{launch_world, Communicator},
         config::{settings::Settings, Loaded},
         observe::{logging, Attempt, Redactor},
@@ -61,7 +62,7 @@ mod launch {
             }
             Err(error) if size > 1 => {
                 // The other ranks wait for this one: without it the job only burns its allocation.
-                eprintln!("[FATAL] rank {rank} of {size}: {error:#}");
+                eprintln!("[FATAL] rank {rank} of {size}: {}", error_chain(error.as_ref()));
                 world.abort(1)
             }
             Err(error) => Err(error),
@@ -71,7 +72,7 @@ mod launch {
     fn run_rank(loaded: &Loaded, comm: &Arc<dyn Communicator>, stop: StopFlag) -> anyhow::Result<ExitCode> {
         let run = run_of_rank_0(&loaded.settings, comm)?;
         let (settings, rank) = (&run.settings, comm.rank());
-        logging::start(&run.attempt, rank, Arc::new(Redactor::of_process()))?;
+        logging::start(&run.attempt, rank, Redactor::global().clone())?;
         let roles = RoleMap::new(settings.run.training_mode, comm.size());
         if rank == 0 {
             wiring::run_head(settings, &run.attempt, comm, &roles, stop)

@@ -1,5 +1,8 @@
-//! One process tree per run folder. Two jobs that train the same experiment would spoil its buffer.
+//! One process tree per folder that a run writes. Two jobs that train the same experiment would spoil its
+//! buffer; two that share a checkpoint folder would publish each other's steps; two that share a log file
+//! would mix their metrics.
 
+use crate::{config::settings::Settings, preflight::facts::folders};
 use std::{
     fs::{File, OpenOptions},
     io::{Read, Seek, Write},
@@ -7,17 +10,35 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Held for the life of the head; the kernel drops it when the process dies, however it dies.
+/// One locked folder, held for the life of the head; the kernel drops it when the process dies, however it
+/// dies.
 #[derive(Debug)]
 pub struct RunLock {
     _file: File,
+}
+
+/// The locks of a run: its own folder, its checkpoints, and its log file.
+#[derive(Debug)]
+pub struct RunLocks {
+    _locks: Vec<RunLock>,
+}
+
+impl RunLocks {
+    /// Locks everything that `settings` lets the run write.
+    pub fn acquire(settings: &Settings) -> Result<Self, RunLockError> {
+        let locks = folders::locks(settings);
+        let locks = locks.iter().map(|(_, file)| RunLock::of_file(file));
+        Ok(Self {
+            _locks: locks.collect::<Result<_, _>>()?,
+        })
+    }
 }
 
 /// The run folder cannot be locked.
 #[derive(Debug, thiserror::Error)]
 pub enum RunLockError {
     /// Somebody holds it.
-    #[error("{path} is in use by {holder}; wait for it, or give this run another EXP_NAME", path = path.display())]
+    #[error("{path} is in use by {holder}; wait for it, or give this run another EXP_NAME or folder", path = path.display())]
     InUse {
         /// The lock file.
         path: PathBuf,
@@ -36,14 +57,16 @@ pub enum RunLockError {
 }
 
 impl RunLock {
-    /// Locks `dir/run.lock` and writes who holds it.
-    pub fn acquire(dir: &Path) -> Result<Self, RunLockError> {
-        let path = dir.join("run.lock");
+    /// Locks `path`, which is created, and writes who holds it.
+    pub fn of_file(path: &Path) -> Result<Self, RunLockError> {
+        let path = path.to_owned();
         let io = |source| RunLockError::Io {
             path: path.clone(),
             source,
         };
-        std::fs::create_dir_all(dir).map_err(io)?;
+        if let Some(dir) = path.parent() {
+            std::fs::create_dir_all(dir).map_err(io)?;
+        }
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -85,13 +108,15 @@ mod tests {
     #[test]
     fn a_second_holder_is_named_and_refused_until_the_first_is_gone() {
         let dir = tempfile::tempdir().unwrap();
-        let first = RunLock::acquire(dir.path()).unwrap();
-        let error = RunLock::acquire(dir.path()).unwrap_err().to_string();
+        let first = RunLock::of_file(&dir.path().join("run.lock")).unwrap();
+        let error = RunLock::of_file(&dir.path().join("run.lock"))
+            .unwrap_err()
+            .to_string();
         assert!(
             error.contains(&format!("process {}", std::process::id())),
             "{error}"
         );
         drop(first);
-        RunLock::acquire(dir.path()).unwrap();
+        RunLock::of_file(&dir.path().join("run.lock")).unwrap();
     }
 }

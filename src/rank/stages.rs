@@ -25,6 +25,8 @@ use std::{path::PathBuf, time::Duration};
 const HEAD_CHUNK_TOKENS: usize = 2048;
 /// A shard is closed at this size, so that old ones can be deleted.
 const SHARD_BYTES: u64 = 256 << 20;
+/// Trials wait this long for room in HARBOR_TRIALS_DIR; less than what [`trial_deadline`] allows beside the agent.
+const ROOM_DEADLINE: Duration = Duration::from_secs(600);
 /// Installing the agent copies one file.
 const AGENT_SETUP_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -141,6 +143,7 @@ pub fn trials(settings: &Settings, owner: &str) -> TrialRunnerConfig {
         override_cpus: settings.sandbox.override_cpus,
         override_memory_mb: settings.sandbox.override_memory_mb,
         pids_limit: Some(settings.sandbox.pids_limit),
+        room_deadline: ROOM_DEADLINE,
     }
 }
 
@@ -187,10 +190,10 @@ pub fn trial_deadline(settings: &Settings) -> Duration {
     (settings.agent.max_timeout + build_and_verify) * settings.max_attempts()
 }
 
-/// What a run must not change between attempts, as one line; a checkpoint of another one is refused.
+/// What a run must not change between attempts, as `KEY=VALUE` lines; a checkpoint of another one is refused.
 pub fn fingerprint(settings: &Settings, model: &crate::model::hf::ModelConfig) -> String {
     format!(
-        "TRAIN_BSZ={} N_RESP={} SEED={} TRAIN_FILES={} model={:08x}",
+        "TRAIN_BSZ={}\nN_RESP={}\nSEED={}\nTRAIN_FILES={}\nconfig.json={:08x}",
         settings.batch.train_bsz,
         settings.batch.n_resp,
         settings.run.seed,

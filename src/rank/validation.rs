@@ -5,8 +5,8 @@
 //! A dropped trial (infrastructure) leaves the score and is counted; it is never a zero.
 
 use crate::base::{
-    DropReason, GroupId, Purpose, SinkError, Submitted, TrialAssignment, TrialEnd, TrialKey, TrialPlan,
-    TrialPlanStep, TrialSink,
+    order::trial_seed, DropReason, GroupId, Purpose, SinkError, Submitted, TrialAssignment, TrialEnd,
+    TrialKey, TrialPlan, TrialPlanStep, TrialSink,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -162,18 +162,6 @@ impl Validation {
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
-}
-
-/// Seed of one trial's sampling: the run's seed mixed with the key's text and the attempt (FNV-1a, then
-/// the finalizer of SplitMix64).
-pub fn trial_seed(seed: u64, key: &TrialKey, attempt: u32) -> u64 {
-    let mut h = 0xcbf2_9ce4_8422_2325_u64 ^ seed;
-    for byte in format!("{key}/{attempt}").bytes() {
-        h = (h ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    }
-    h = (h ^ (h >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    h = (h ^ (h >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    h ^ (h >> 31)
 }
 
 #[async_trait::async_trait]

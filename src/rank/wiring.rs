@@ -18,7 +18,7 @@ use super::{
     head::Head,
     report::Report,
     roles::RoleMap,
-    run_lock::RunLock,
+    run_lock::RunLocks,
     serving,
     signals::StopFlag,
     stages,
@@ -112,7 +112,7 @@ pub fn run_head(
     roles: &RoleMap,
     stop: StopFlag,
 ) -> anyhow::Result<ExitCode> {
-    let _lock = RunLock::acquire(&settings.paths.run)?;
+    let _locks = RunLocks::acquire(settings)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),

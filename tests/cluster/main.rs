@@ -1,6 +1,8 @@
-//! Tests on a real Slurm of two nodes, which they start themselves (`slurm.sh`). Needs root and Debian's
-//! Slurm packages; on other machines the tests say SKIP and why.
+//! Tests on a real Slurm of two nodes, which they start themselves (`slurm.sh`), and on a real Kubernetes
+//! API server ([`kubernetes`]). Needs root and Debian's packages; on other machines the tests say SKIP and
+//! why.
 
+mod kubernetes;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -17,10 +17,11 @@ const EDGES: &[(&str, &[&str])] = &[
     ("rollout", &["base", "config", "observe", "model"]),
     ("serve", &["base", "config", "observe", "comm", "model"]),
     ("train", &["base", "config", "observe", "comm", "model"]),
+    ("plan", &["base", "config", "model"]),
     (
         "preflight",
         &[
-            "base", "config", "observe", "comm", "model", "rollout", "serve", "train",
+            "base", "config", "observe", "comm", "model", "rollout", "serve", "train", "plan",
         ],
     ),
     (
@@ -34,6 +35,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "rollout",
             "serve",
             "train",
+            "plan",
             "preflight",
         ],
     ),
@@ -48,6 +50,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "rollout",
             "serve",
             "train",
+            "plan",
             "preflight",
             "rank",
         ],
@@ -64,6 +67,9 @@ const HEAVY: &[(&str, &[&str])] = &[
     ("clap", &["cli"]),
     ("indicatif", &["observe"]),
     ("minijinja", &["model/chat_template"]),
+    ("kube", &["rollout/sandbox/kubernetes.rs"]),
+    ("k8s_openapi", &["rollout/sandbox/kubernetes.rs"]),
+    ("bollard", &["rollout/sandbox/docker.rs"]),
 ];
 
 fn sources(dir: &Path, out: &mut Vec<PathBuf>) {

@@ -23,8 +23,9 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
         Kind::Integer { min, max } => match text.parse::<i64>() {
             Ok(n) if (min..=max).contains(&n) => Ok(()),
             _ => Err(format!(
-                "must be a whole number {}, and is `{shown}`",
-                range(&min, &max, i64::from(u32::MAX))
+                "must be a whole number {}, and is `{shown}`{}",
+                range(&min, &max, i64::from(u32::MAX)),
+                digits_hint(text)
             )),
         },
         Kind::Number { min, max } => match text.parse::<f64>() {
@@ -40,6 +41,9 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
         },
         Kind::Choice(names) if names.contains(&text) => Ok(()),
         Kind::Choice(names) => {
+            if let Some(hint) = misplaced(variable.name, text) {
+                return Err(format!("must be one of {}; {hint}", names.join(", ")));
+            }
             let near = names
                 .iter()
                 .map(|name| (strsim::damerau_levenshtein(name, &text.to_lowercase()), name))
@@ -52,6 +56,36 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
                 names.join(", ")
             ))
         }
+    }
+}
+
+/// For numbers that are written for readers: `30,000`, `30_000`, `30k`, `1e3`.
+fn digits_hint(text: &str) -> &'static str {
+    let number = text.starts_with(|c: char| c.is_ascii_digit())
+        && text
+            .chars()
+            .all(|c| c.is_ascii_digit() || ",_'kKmMgGeE".contains(c));
+    if number && text.contains(|c: char| !c.is_ascii_digit()) {
+        "; write digits alone"
+    } else {
+        ""
+    }
+}
+
+/// What people type for something that has another name or another place.
+fn misplaced(variable: &str, text: &str) -> Option<&'static str> {
+    match (variable, text.to_ascii_lowercase().as_str()) {
+        ("ADV_ESTIMATOR", "ppo") => {
+            Some("PPO's own estimator is `gae`, and its loss is POLICY_LOSS_MODE=vanilla")
+        }
+        ("ADV_ESTIMATOR", "gspo") => Some("`gspo` is a loss: POLICY_LOSS_MODE=gspo"),
+        ("POLICY_LOSS_MODE", "ppo" | "grpo") => Some("the clipped loss of both is `vanilla`"),
+        ("KL_LOSS_TYPE", "k3") => Some("k3 is `low_var_kl`"),
+        ("BACKEND", "kubernetes") => Some("Kubernetes is `k8s`"),
+        ("SCAFFOLD", "claude-code" | "claude") => Some("Claude Code is `cc`"),
+        ("SCAFFOLD", "opencode") => Some("OpenCode is `oc`"),
+        ("SCAFFOLD", "openhands") => Some("OpenHands is `ohsdk` (its SDK) or `oh` (the full program)"),
+        _ => None,
     }
 }
 
@@ -76,27 +110,40 @@ fn is_unset(text: &str) -> bool {
     text.is_empty() || text.eq_ignore_ascii_case("null") || text.eq_ignore_ascii_case("none")
 }
 
-struct Resolver<'a> {
+/// Reads variables as the table says and collects problems.
+pub(super) struct Resolver<'a> {
+    pub(super) kind: RunKind,
     layered: &'a Layered,
     problems: Vec<ValueProblem>,
     derived: Derived,
+    unavailable: Vec<Unavailable>,
     #[cfg(test)]
     read: std::collections::BTreeSet<&'static str>,
 }
 
 impl Resolver<'_> {
     /// The checked text, or the default's; `None` when there is none or when it is wrong (recorded).
-    fn text(&mut self, name: &'static str) -> Option<String> {
+    pub(super) fn text(&mut self, name: &'static str) -> Option<String> {
         #[cfg(test)]
         self.read.insert(name);
         let Some(variable) = variables::find(name) else {
             self.problem(name, "is not in the table of variables".into());
             return None;
         };
+        if !variable.is_for(self.kind) {
+            // A text that is nobody's business: the default keeps the arithmetic going.
+            return match variable.default {
+                DefaultValue::Value(text) => Some(text.to_owned()),
+                _ => None,
+            };
+        }
         let set = self.layered.get(name).map(|entry| entry.text.clone());
         match set.filter(|text| !is_unset(text)) {
             Some(text) => match check_text(variable, &text) {
-                Ok(()) => Some(text),
+                Ok(()) => {
+                    self.note_unavailable(variable, &text);
+                    Some(text)
+                }
                 Err(problem) => {
                     self.problem(name, problem);
                     None
@@ -113,7 +160,29 @@ impl Resolver<'_> {
         }
     }
 
-    fn problem(&mut self, name: &str, problem: String) {
+    /// Valid and not in this version.
+    fn note_unavailable(&mut self, variable: &Variable, text: &str) {
+        let Some(available) = variable.available else {
+            return;
+        };
+        let same = |known: &&str| match variable.kind {
+            Kind::Bool => parse_bool(known) == parse_bool(text),
+            _ => known.eq_ignore_ascii_case(text),
+        };
+        if !available.iter().any(same) {
+            self.unavailable.push(Unavailable {
+                name: variable.name.to_owned(),
+                value: text.to_owned(),
+                instead: if available.is_empty() {
+                    "no value".to_owned()
+                } else {
+                    available.join(" or ")
+                },
+            });
+        }
+    }
+
+    pub(super) fn problem(&mut self, name: &str, problem: String) {
         self.problems.push(ValueProblem {
             name: name.to_owned(),
             origin: self.layered.get(name).map(|entry| entry.source.to_string()),
@@ -121,68 +190,79 @@ impl Resolver<'_> {
         });
     }
 
-    fn string(&mut self, name: &'static str) -> String {
+    pub(super) fn string(&mut self, name: &'static str) -> String {
         self.text(name).unwrap_or_default()
     }
 
-    fn int(&mut self, name: &'static str) -> Option<i64> {
+    pub(super) fn int(&mut self, name: &'static str) -> Option<i64> {
         self.text(name).and_then(|text| text.parse().ok())
     }
 
-    fn u32(&mut self, name: &'static str) -> u32 {
+    pub(super) fn u32(&mut self, name: &'static str) -> u32 {
         self.int(name).and_then(|n| u32::try_from(n).ok()).unwrap_or(1)
     }
 
-    fn opt_u32(&mut self, name: &'static str) -> Option<u32> {
+    pub(super) fn opt_u32(&mut self, name: &'static str) -> Option<u32> {
         self.int(name).and_then(|n| u32::try_from(n).ok())
     }
 
     /// A count for which 0 and -1 mean "not set".
-    fn positive(&mut self, name: &'static str) -> Option<u32> {
+    pub(super) fn positive(&mut self, name: &'static str) -> Option<u32> {
         self.opt_u32(name).filter(|n| *n > 0)
     }
 
-    fn opt_f64(&mut self, name: &'static str) -> Option<f64> {
+    pub(super) fn opt_f64(&mut self, name: &'static str) -> Option<f64> {
         self.text(name).and_then(|text| text.parse().ok())
     }
 
-    fn f64(&mut self, name: &'static str) -> f64 {
+    pub(super) fn f64(&mut self, name: &'static str) -> f64 {
         self.opt_f64(name).unwrap_or_default()
     }
 
-    fn seconds(&mut self, name: &'static str) -> Duration {
+    pub(super) fn seconds(&mut self, name: &'static str) -> Duration {
         Duration::from_secs_f64(self.f64(name))
     }
 
-    fn opt_bool(&mut self, name: &'static str) -> Option<bool> {
+    pub(super) fn opt_bool(&mut self, name: &'static str) -> Option<bool> {
         self.text(name).and_then(|text| parse_bool(&text))
     }
 
-    fn bool(&mut self, name: &'static str) -> bool {
+    pub(super) fn bool(&mut self, name: &'static str) -> bool {
         self.opt_bool(name).unwrap_or_default()
     }
 
     /// A wrong name was recorded as a problem; `fallback` then never leaves [`resolve`].
-    fn choice<T>(&mut self, name: &'static str, from_name: fn(&str) -> Option<T>, fallback: T) -> T {
+    pub(super) fn choice<T>(
+        &mut self,
+        name: &'static str,
+        from_name: fn(&str) -> Option<T>,
+        fallback: T,
+    ) -> T {
         self.text(name)
             .and_then(|text| from_name(&text))
             .unwrap_or(fallback)
     }
 
-    fn path(&mut self, name: &'static str) -> Option<PathBuf> {
+    pub(super) fn path(&mut self, name: &'static str) -> Option<PathBuf> {
         self.text(name)
             .map(|text| absolute(&self.layered.repo_root, &text))
     }
 
     /// Writes down what a computed default came to, for `config show`.
-    fn derive<T: ToString>(&mut self, name: &'static str, set: Option<T>, computed: T) -> T {
+    pub(super) fn derive<T: ToString>(&mut self, name: &'static str, set: Option<T>, computed: T) -> T {
         set.unwrap_or_else(|| {
             self.derived.push((name, computed.to_string()));
             computed
         })
     }
 
-    fn derive_path(&mut self, name: &'static str, folder: &str, project: &str, exp: &str) -> PathBuf {
+    pub(super) fn derive_path(
+        &mut self,
+        name: &'static str,
+        folder: &str,
+        project: &str,
+        exp: &str,
+    ) -> PathBuf {
         let set = self.path(name);
         let computed = self.layered.repo_root.join(folder).join(project).join(exp);
         let text = computed.display().to_string();
@@ -205,15 +285,18 @@ fn absolute(root: &Path, text: &str) -> PathBuf {
 pub type Derived = Vec<(&'static str, String)>;
 
 /// Settings, and the computed defaults that went into them.
-pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
+pub fn resolve(layered: &Layered, kind: RunKind) -> Result<(Settings, Derived), ConfigError> {
     let mut r = Resolver {
+        kind,
         layered,
         problems: Vec::new(),
         derived: Vec::new(),
+        unavailable: Vec::new(),
         #[cfg(test)]
         read: Default::default(),
     };
-    let settings = read(&mut r);
+    let mut settings = read(&mut r);
+    settings.unavailable = std::mem::take(&mut r.unavailable);
     #[cfg(test)]
     tests::assert_reads_the_whole_table(&r.read);
     if r.problems.is_empty() {
@@ -225,6 +308,7 @@ pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
 
 fn read(r: &mut Resolver<'_>) -> Settings {
     let run = RunSettings {
+        kind: r.kind,
         project_name: folder_name(r, "PROJECT_NAME"),
         exp_name: folder_name(r, "EXP_NAME"),
         training_mode: r.choice("TRAINING_MODE", TrainingMode::from_name, TrainingMode::Sync),
@@ -280,7 +364,7 @@ fn read(r: &mut Resolver<'_>) -> Settings {
         sampling: sampling(r, ["TEMPERATURE", "TOP_P", "TOP_K"]),
         validation: ValidationSettings {
             n: r.u32("VAL_N"),
-            sampling: sampling(r, ["VAL_TEMPERATURE", "VAL_TOP_P", "VAL_TOP_K"]),
+            sampling: validation_sampling(r),
             agent_max_timeout: r.seconds("HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC"),
             max_retries: r.opt_u32("HARBOR_VAL_MAX_RETRIES").unwrap_or_default(),
         },
@@ -308,7 +392,7 @@ fn read(r: &mut Resolver<'_>) -> Settings {
                 .and_then(|n| u64::try_from(n).ok()),
         },
         proxy: ProxySettings {
-            host: r.string("PROXY_HOST"),
+            host: proxy_host(r, run.backend),
             port: r
                 .int("PROXY_PORT")
                 .and_then(|n| u16::try_from(n).ok())
@@ -326,6 +410,14 @@ fn read(r: &mut Resolver<'_>) -> Settings {
             wait_poll: r.seconds("HARBOR_SESSION_SCHEDULER_WAIT_POLL_SEC"),
             idle_grace: r.seconds("HARBOR_SESSION_SCHEDULER_IDLE_GRACE_SEC"),
         },
+        plan: plan(r),
+        agent_runtime: remote::agent_runtime(r),
+        kubernetes: remote::kubernetes(r),
+        docker: remote::docker(r),
+        images: remote::images(r),
+        eval: offline::eval(r),
+        infer: offline::infer(r),
+        unavailable: Vec::new(),
         run,
         paths,
         data,
@@ -379,6 +471,28 @@ fn topology(r: &mut Resolver<'_>) -> TopologySettings {
     }
 }
 
+fn plan(r: &mut Resolver<'_>) -> PlanSettings {
+    PlanSettings {
+        ep_size: r.u32("EP_SIZE"),
+        gen_tp: r.u32("GEN_TP"),
+        enable_r3: r.opt_bool("ENABLE_R3"),
+        fused_kernels: r.bool("FUSED_KERNELS"),
+        activation_offload: r.bool("ENABLE_ACTIVATION_OFFLOAD"),
+        rollout_is: r.text("ROLLOUT_IS").and_then(|text| RolloutIs::from_name(&text)),
+        agent_name: r.text("HARBOR_AGENT_NAME"),
+    }
+}
+
+/// Sandboxes on this machine need nothing but loopback; others come over the network.
+fn proxy_host(r: &mut Resolver<'_>, backend: Backend) -> String {
+    let set = r.text("PROXY_HOST");
+    let computed = match backend {
+        Backend::Process => "127.0.0.1",
+        _ => "0.0.0.0",
+    };
+    r.derive("PROXY_HOST", set, computed.to_owned())
+}
+
 fn batch(r: &mut Resolver<'_>, window: u32, sp_size: u32) -> BatchSettings {
     let train_bsz = r.u32("TRAIN_BSZ");
     let mini = r.opt_u32("TRAIN_MINI_BSZ");
@@ -425,6 +539,18 @@ fn sampling(r: &mut Resolver<'_>, [temperature, top_p, top_k]: [&'static str; 3]
     }
 }
 
+fn validation_sampling(r: &mut Resolver<'_>) -> SamplingSettings {
+    let sampled = sampling(r, ["VAL_TEMPERATURE", "VAL_TOP_P", "VAL_TOP_K"]);
+    if r.bool("VAL_DO_SAMPLE") {
+        sampled
+    } else {
+        SamplingSettings {
+            temperature: 0.0,
+            ..sampled
+        }
+    }
+}
+
 fn algorithm(r: &mut Resolver<'_>) -> AlgorithmSettings {
     AlgorithmSettings {
         adv_estimator: r.choice("ADV_ESTIMATOR", AdvEstimator::from_name, AdvEstimator::Grpo),
@@ -442,6 +568,9 @@ fn algorithm(r: &mut Resolver<'_>) -> AlgorithmSettings {
             LossAggMode::from_name,
             LossAggMode::SeqMeanTokenMean,
         ),
+        rollout_is_threshold: r.f64("ROLLOUT_IS_THRESHOLD"),
+        use_kl_in_reward: r.bool("USE_KL_IN_REWARD"),
+        filter_overlong: r.bool("TRAJ_FILTER_FILTER_OVERLONG"),
         entropy_coeff: r.f64("ENTROPY_COEFF"),
         rollout_correction_bypass: r.bool("ROLLOUT_CORRECTION_BYPASS"),
         use_kl_loss: r.bool("USE_KL_LOSS"),

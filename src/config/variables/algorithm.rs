@@ -1,6 +1,6 @@
 //! Variables of the step: batch, advantages, losses, optimizer.
 
-use super::{between, integer, number, row, DefaultValue::*, Kind::*, Tier::*, Variable};
+use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
 use crate::config::settings::values::{AdvEstimator, KlLossType, LossAggMode, LrScheduler, PolicyLossMode};
 
 const BATCH: &str = "Batch";
@@ -9,13 +9,13 @@ const OPTIMIZER: &str = "Optimizer";
 
 #[rustfmt::skip]
 pub(super) const VARIABLES: &[Variable] = &[
-    row(BATCH, "TRAIN_BSZ", integer(1), Value("64"), "prompts", Essential,
+    row(BATCH, "TRAIN_BSZ", whole(1, 65_536), Value("64"), "prompts", Essential,
         "Prompts of a step; each is one group of N_RESP trials."),
-    row(BATCH, "TRAIN_MINI_BSZ", integer(1), Derived("TRAIN_BSZ"), "prompts", Common,
+    row(BATCH, "TRAIN_MINI_BSZ", whole(1, 65_536), Derived("TRAIN_BSZ"), "prompts", Common,
         "Prompts of one optimizer update; it divides TRAIN_BSZ."),
-    row(BATCH, "N_RESP", integer(1), Value("8"), "trials", Essential,
+    row(BATCH, "N_RESP", whole(1, 4096), Value("8"), "trials", Essential,
         "Trials of a prompt, compared with each other."),
-    row(BATCH, "PPO_EPOCHS", integer(1), Value("1"), "passes", Advanced,
+    row(BATCH, "PPO_EPOCHS", whole(1, 1000), Value("1"), "passes", Advanced,
         "Passes over the batch of a step."),
     row(BATCH, "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU", integer(1), Derived("(MAX_PROMPT + MAX_RESP) / SP_SIZE"), "tokens", Common,
         "Tokens that are packed into one micro-batch; a longer sequence goes alone."),
@@ -38,6 +38,12 @@ pub(super) const VARIABLES: &[Variable] = &[
         "How token losses become one number."),
     row(ALGORITHM, "ROLLOUT_CORRECTION_BYPASS", Bool, Value("False"), "", Common,
         "Take the log-probabilities of the moment of sampling as the denominator of the ratio, instead of those of the policy before the update. Under async the clip then bounds the distance from the policy that sampled."),
+    row(ALGORITHM, "ROLLOUT_IS_THRESHOLD", number(0.0), Value("2.0"), "", Advanced,
+        "Largest weight of ROLLOUT_IS."),
+    row(ALGORITHM, "USE_KL_IN_REWARD", Bool, Value("False"), "", Advanced,
+        "Subtract the divergence from the reward instead of adding it to the loss.").only(&["False"]),
+    row(ALGORITHM, "TRAJ_FILTER_FILTER_OVERLONG", Bool, Value("False"), "", Advanced,
+        "Leave trials that reached the end of the window out of the loss.").only(&["False"]),
     row(ALGORITHM, "ENTROPY_COEFF", between(-10.0, 10.0), Value("0.0"), "", Common,
         "Weight of the entropy bonus."),
     row(ALGORITHM, "USE_KL_LOSS", Bool, Value("True"), "", Common,

@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "batch",
+    runs: TRAINING,
     what: "TRAIN_MINI_BSZ divides TRAIN_BSZ, and the training index holds at least one batch.",
     why: "Prompts that fill no mini-batch would be sampled and never trained on; an index smaller than a batch has no step.",
     evidence: "By construction: a step is cut into TRAIN_BSZ / TRAIN_MINI_BSZ updates, an epoch into whole batches.",
@@ -18,35 +19,26 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let b = &s.batch;
     let mut found = Vec::new();
     if !b.train_bsz.is_multiple_of(b.train_mini_bsz) {
-        found.push((
-            Verdict::Fatal,
-            format!(
-                "TRAIN_BSZ={} is not a multiple of TRAIN_MINI_BSZ={}",
-                b.train_bsz, b.train_mini_bsz
-            ),
-        ));
+        found.push(fatal(format!(
+            "TRAIN_BSZ={} is not a multiple of TRAIN_MINI_BSZ={}",
+            b.train_bsz, b.train_mini_bsz
+        )));
     }
     if let Some(Ok(index)) = facts.map(|f| &f.train_index) {
         if s.total_steps(index.rows as u64) == 0 {
-            found.push((
-                Verdict::Fatal,
-                format!(
-                    "TOTAL_EPOCHS={} over {} tasks is less than one batch of TRAIN_BSZ={}",
-                    s.schedule.total_epochs, index.rows, b.train_bsz
-                ),
-            ));
+            found.push(fatal(format!(
+                "TOTAL_EPOCHS={} over {} tasks is less than one batch of TRAIN_BSZ={}",
+                s.schedule.total_epochs, index.rows, b.train_bsz
+            )));
         }
     }
     if found.is_empty() {
-        found.push((
-            Verdict::Ok,
-            format!(
-                "batch: {} prompts = {} updates of {}",
-                b.train_bsz,
-                b.train_bsz / b.train_mini_bsz,
-                b.train_mini_bsz
-            ),
-        ));
+        found.push(ok(format!(
+            "batch: {} prompts = {} updates of {}",
+            b.train_bsz,
+            b.train_bsz / b.train_mini_bsz,
+            b.train_mini_bsz
+        )));
     }
     found
 }
@@ -54,7 +46,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn remainders_and_empty_epochs_are_fatal() {

@@ -2,11 +2,12 @@
 
 use crate::{
     config::{values::PolicyLossMode, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{ok, warn, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "clip-range",
+    runs: TRAINING,
     what: "CLIP_LOW and CLIP_HIGH have the size that the kind of ratio needs.",
     why: "Sequence ratios are averaged over tokens and stay within thousandths of 1; token ratios move by tenths.",
     evidence: "Usual values: 3e-4 and 4e-4 for gspo, 0.2 and 0.28 for vanilla.",
@@ -27,24 +28,18 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
         _ => None,
     };
     vec![match verdict {
-        Some(problem) => (
-            Verdict::Warn,
-            format!(
-                "CLIP_LOW={low} CLIP_HIGH={high} with POLICY_LOSS_MODE={} {problem}",
-                a.policy_loss_mode
-            ),
-        ),
-        None => (
-            Verdict::Ok,
-            format!("clip {low}/{high} suits {}", a.policy_loss_mode),
-        ),
+        Some(problem) => warn(format!(
+            "CLIP_LOW={low} CLIP_HIGH={high} with POLICY_LOSS_MODE={} {problem}",
+            a.policy_loss_mode
+        )),
+        None => ok(format!("clip {low}/{high} suits {}", a.policy_loss_mode)),
     }]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::settings;
+    use crate::preflight::{rules::testing::settings, Verdict};
 
     #[test]
     fn bounds_of_the_other_loss_are_noticed() {

@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, skip, warn, Facts, Outcome, Rule, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "context-window",
+    runs: EVERY_RUN,
     what: "MAX_PROMPT + MAX_RESP fits the engine's context, its cache and the model's positions.",
     why: "A trial that outgrows the engine ends as overlong; positions beyond the model's own give noise.",
     evidence: "By construction: the engine refuses a prompt that leaves no room, and config.json states max_position_embeddings.",
@@ -19,53 +20,47 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let engine = u64::from(s.engine.max_model_len);
     let mut found = Vec::new();
     if s.engine.kv_cache_tokens < engine {
-        found.push((
-            Verdict::Fatal,
-            format!(
-                "ENGINE_KV_CACHE_TOKENS={} cannot hold one sequence of ROLLOUT_MAX_MODEL_LEN={engine}",
-                s.engine.kv_cache_tokens
-            ),
-        ));
+        found.push(fatal(format!(
+            "ENGINE_KV_CACHE_TOKENS={} cannot hold one sequence of ROLLOUT_MAX_MODEL_LEN={engine}",
+            s.engine.kv_cache_tokens
+        )));
     }
     if u64::from(s.data.max_prompt_tokens) >= engine {
-        found.push((
-            Verdict::Fatal,
-            format!(
-                "MAX_PROMPT={} leaves no room in ROLLOUT_MAX_MODEL_LEN={engine}",
-                s.data.max_prompt_tokens
-            ),
-        ));
+        found.push(fatal(format!(
+            "MAX_PROMPT={} leaves no room in ROLLOUT_MAX_MODEL_LEN={engine}",
+            s.data.max_prompt_tokens
+        )));
     } else if window > engine {
-        found.push((
-            Verdict::Warn,
-            format!("the window MAX_PROMPT + MAX_RESP = {window} is cut by ROLLOUT_MAX_MODEL_LEN={engine}"),
-        ));
+        found.push(warn(format!(
+            "the window MAX_PROMPT + MAX_RESP = {window} is cut by ROLLOUT_MAX_MODEL_LEN={engine}"
+        )));
     }
     match facts.map(|f| &f.model) {
-        Some(Ok(model)) if engine.min(window) > model.max_position_embeddings => found.push((
-            Verdict::Fatal,
-            format!(
+        Some(Ok(model))
+            if model
+                .shape
+                .max_positions
+                .is_some_and(|most| engine.min(window) > most) =>
+        {
+            found.push(fatal(format!(
                 "a window of {} tokens exceeds the model's max_position_embeddings={}",
                 engine.min(window),
-                model.max_position_embeddings
-            ),
-        )),
+                model.shape.max_positions.unwrap_or_default()
+            )))
+        }
         _ => {}
     }
     if found.is_empty() {
         let model = match facts.map(|f| &f.model) {
-            Some(Ok(model)) => format!(", model {}", model.max_position_embeddings),
+            Some(Ok(model)) => match model.shape.max_positions {
+                Some(most) => format!(", model {most}"),
+                None => String::new(),
+            },
             _ => String::new(),
         };
-        found.push((
-            Verdict::Ok,
-            format!("window={window} fits: engine {engine}{model}"),
-        ));
+        found.push(ok(format!("window={window} fits: engine {engine}{model}")));
         if facts.is_none() {
-            found.push((
-                Verdict::Skip,
-                "window against the model's positions: needs config.json".into(),
-            ));
+            found.push(skip("window against the model's positions: needs config.json"));
         }
     }
     found
@@ -74,16 +69,19 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn engine_cache_and_model_bound_the_window() {
         let full = |set: &[&str]| check(&settings(set), Some(&facts()))[0].0;
         assert_eq!(full(&[]), Verdict::Ok);
         assert_eq!(
-            full(&["MAX_RESP=1000"]),
+            full(&["MAX_RESP=50000"]),
             Verdict::Fatal,
-            "the model of the test has 1024 positions"
+            "the model of the test has 40960 positions"
         );
         assert_eq!(full(&["ROLLOUT_MAX_MODEL_LEN=512"]), Verdict::Warn);
         assert_eq!(full(&["ROLLOUT_MAX_MODEL_LEN=256"]), Verdict::Fatal);

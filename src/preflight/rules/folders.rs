@@ -1,120 +1,78 @@
-//! Folders can be written, and checkpoints fit.
+//! Folders can be written to.
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    plan::memory::size,
+    preflight::{fatal, ok, skip, warn, Facts, Outcome, Rule, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "folders",
-    what: "The run's folders can be written to, and the file system holds its checkpoints.",
-    why: "A full disk in the middle of a run costs every step since the last checkpoint.",
-    evidence:
-        "A checkpoint holds 16 bytes a parameter: f32 weights, two f32 moments, an export of up to 4 bytes.",
-    fix: "Free space, set MAX_CKPT_TO_KEEP, or choose other folders.",
+    runs: EVERY_RUN,
+    what: "The run's folders can be written to, and have some room.",
+    why: "A folder that cannot be written to ends the run when it first matters: at the first trial, metric or checkpoint.",
+    evidence: "The nearest existing folder is asked for the right to write and for its free space.",
+    fix: "Free space, correct the rights, or choose other folders.",
     check,
 };
 
-/// Weights, two moments and the export.
-const BYTES_PER_PARAMETER: u64 = 16;
+/// Shards, logs and trial folders of a short run.
+const ROOM: u64 = 256 << 20;
 
-/// Shards, logs and trial folders beside the checkpoints.
-const OTHER_BYTES: u64 = 256 << 20;
-
-fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
+fn check(_: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some(facts) = facts else {
-        return vec![(
-            Verdict::Skip,
-            "RUN_DIR, CKPTS_DIR, LOG_DIR, HARBOR_TRIALS_DIR: structure-only run".into(),
+        return vec![skip(
+            "RUN_DIR, CKPTS_DIR, LOG_DIR, HARBOR_TRIALS_DIR: structure-only run",
         )];
     };
-    let checkpoint = facts
-        .model
-        .as_ref()
-        .map_or(0, |m| m.num_parameters * BYTES_PER_PARAMETER);
-    // One more than is kept: nothing is deleted before the next one is complete.
-    let copies = s.paths.max_ckpt_to_keep.map_or(2, |keep| keep as u64 + 1);
     let mut found = Vec::new();
     for folder in &facts.folders {
         let at = format!("{}={}", folder.variable, folder.path.display());
-        if let Err(problem) = &folder.writable {
-            found.push((Verdict::Fatal, format!("{at}: {problem}")));
-            continue;
-        }
-        let Some(free) = folder.free_bytes else {
-            found.push((Verdict::Warn, format!("{at}: free space unknown")));
-            continue;
-        };
-        let (least, wanted) = match folder.variable {
-            "CKPTS_DIR" => (checkpoint, checkpoint * copies + OTHER_BYTES),
-            _ => (1 << 20, OTHER_BYTES),
-        };
-        if free < least {
-            found.push((
-                Verdict::Fatal,
-                format!("{at}: {} free, {} needed", size(free), size(least)),
-            ));
-        } else if free < wanted {
-            found.push((
-                Verdict::Warn,
-                format!("{at}: {} free, {} advised", size(free), size(wanted)),
-            ));
+        match (&folder.writable, folder.free_bytes) {
+            (Err(problem), _) => found.push(fatal(format!("{at}: {problem}"))),
+            (Ok(()), Some(free)) if free < 1 << 20 => found.push(fatal(format!("{at}: {} free", size(free)))),
+            (Ok(()), Some(free)) if free < ROOM => {
+                found.push(warn(format!("{at}: {} free, {} advised", size(free), size(ROOM))))
+            }
+            (Ok(()), Some(_)) => {}
+            (Ok(()), None) => found.push(warn(format!("{at}: free space unknown"))),
         }
     }
     if found.is_empty() {
-        let free = facts
+        let least = facts
             .folders
             .iter()
             .filter_map(|f| f.free_bytes)
             .min()
             .unwrap_or(0);
-        found.push((
-            Verdict::Ok,
-            format!(
-                "folders writable, at least {} free; a checkpoint takes {}",
-                size(free),
-                size(checkpoint)
-            ),
-        ));
+        found.push(ok(format!("folders writable, at least {} free", size(least))));
     }
     found
-}
-
-fn size(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["B", "KiB", "MiB", "GiB"] {
-        if value < 1024.0 {
-            return format!("{value:.0} {unit}");
-        }
-        value /= 1024.0;
-    }
-    format!("{value:.1} TiB")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
-    fn space_for_one_checkpoint_is_needed_and_for_all_advised() {
-        let with = |free: u64| {
+    fn rights_and_room() {
+        let with = |writable, free_bytes| {
             let mut facts = facts();
-            facts.folders[0].free_bytes = Some(free);
-            check(&settings(&["MAX_CKPT_TO_KEEP=3"]), Some(&facts))[0].0
+            facts.folders[0].writable = writable;
+            facts.folders[0].free_bytes = free_bytes;
+            check(&settings(&[]), Some(&facts)).remove(0)
         };
-        // 1.5 M parameters take 24 MB.
-        assert_eq!(with(23_000_000), Verdict::Fatal);
-        assert_eq!(with(25_000_000), Verdict::Warn);
-        assert_eq!(with(1 << 30), Verdict::Ok);
-    }
-
-    #[test]
-    fn a_folder_that_cannot_be_written_is_fatal() {
-        let mut facts = facts();
-        facts.folders[0].writable = Err("/ckpt cannot be written to: Read-only file system".into());
-        let found = check(&settings(&[]), Some(&facts));
-        assert_eq!(found[0].0, Verdict::Fatal);
-        assert!(found[0].1.contains("CKPTS_DIR=/ckpt"));
+        assert_eq!(with(Ok(()), Some(1 << 30)).0, Verdict::Ok);
+        assert_eq!(with(Ok(()), Some(1 << 24)).0, Verdict::Warn);
+        assert_eq!(with(Ok(()), Some(0)).0, Verdict::Fatal);
+        let refused = with(
+            Err("/ckpt cannot be written to: Read-only file system".into()),
+            None,
+        );
+        assert!(refused.0 == Verdict::Fatal && refused.1.contains("CKPTS_DIR=/ckpt"));
     }
 }

@@ -2,11 +2,12 @@
 
 use crate::{
     config::{values::AdvEstimator, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "group-size",
+    runs: TRAINING,
     what: "A group holds at least two trials.",
     why: "GRPO compares the trials of a prompt; a single one has advantage 0 and teaches nothing.",
     evidence: "By definition of the estimator: the reward minus its own mean is zero.",
@@ -16,13 +17,10 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     if s.algorithm.adv_estimator == AdvEstimator::Grpo && s.batch.n_resp < 2 {
-        return vec![(
-            Verdict::Fatal,
-            format!(
-                "N_RESP={} with ADV_ESTIMATOR=grpo: every advantage would be 0",
-                s.batch.n_resp
-            ),
-        )];
+        return vec![fatal(format!(
+            "N_RESP={} with ADV_ESTIMATOR=grpo: every advantage would be 0",
+            s.batch.n_resp
+        ))];
     }
     Vec::new()
 }
@@ -30,7 +28,7 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::settings;
+    use crate::preflight::{rules::testing::settings, Verdict};
 
     #[test]
     fn a_group_of_one_is_fatal() {

@@ -2,11 +2,12 @@
 
 use crate::{
     config::{values::LrScheduler, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, warn, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "lr-schedule",
+    runs: TRAINING,
     what: "A decaying learning rate has a known number of steps, and the warm-up ends before it.",
     why: "A schedule without an end decays at once or never; a warm-up longer than the run never reaches ACTOR_LR.",
     evidence: "With a total of -1 steps a cosine or linear schedule gives a learning rate of 0 from the first step.",
@@ -25,36 +26,24 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         (None, None) => None,
     };
     let mut found = Vec::new();
-    if total.is_some_and(|total| u64::from(o.warmup_steps) >= total) {
-        found.push((
-            Verdict::Fatal,
-            format!(
-                "LR_WARMUP_STEPS={} of {} steps: ACTOR_LR is never reached",
-                o.warmup_steps,
-                total.unwrap_or(0)
-            ),
-        ));
+    if let Some(total) = total.filter(|total| u64::from(o.warmup_steps) >= *total) {
+        found.push(fatal(format!(
+            "LR_WARMUP_STEPS={} of {total} steps: ACTOR_LR is never reached",
+            o.warmup_steps
+        )));
     }
     if o.scheduler != LrScheduler::Constant && total.is_none() {
-        let verdict = if facts.is_none() {
-            Verdict::Skip
-        } else {
-            Verdict::Warn
-        };
-        found.push((
-            verdict,
-            format!(
-                "LR_SCHEDULER={} needs a total: TOTAL_TRAINING_STEPS is unset and the index is unread",
-                o.scheduler
-            ),
-        ));
+        found.push(warn(format!(
+            "LR_SCHEDULER={} decays over a number of steps that is not known yet; set TOTAL_TRAINING_STEPS or constant",
+            o.scheduler
+        )));
     }
     if o.lr == 0.0 {
-        found.push((Verdict::Warn, "ACTOR_LR=0: the policy will not change".into()));
+        found.push(warn("ACTOR_LR=0: the policy will not change"));
     }
     if found.is_empty() {
         let steps = total.map_or_else(String::new, |total| format!(" over {total} steps"));
-        found.push((Verdict::Ok, format!("lr_scheduler={}{steps}", o.scheduler)));
+        found.push(ok(format!("lr_scheduler={}{steps}", o.scheduler)));
     }
     found
 }
@@ -62,13 +51,16 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn decay_needs_a_total_and_warm_up_an_end() {
         assert_eq!(
             check(&settings(&["LR_SCHEDULER=cosine"]), None)[0].0,
-            Verdict::Skip
+            Verdict::Warn
         );
         assert_eq!(
             check(&settings(&["LR_SCHEDULER=cosine"]), Some(&facts()))[0].0,

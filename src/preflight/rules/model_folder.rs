@@ -2,51 +2,50 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, skip, Facts, Outcome, Rule, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "model-folder",
-    what: "MODEL_PATH is a complete folder of a supported architecture.",
+    runs: EVERY_RUN,
+    what: "MODEL_PATH is a complete folder: config.json can be read and no weight is missing.",
     why: "A missing or truncated file is otherwise found by every rank after minutes of loading.",
-    evidence: "config.json, tokenizer.json and the header of every weight file are read.",
+    evidence: "config.json and the header of every weight file are read.",
     fix: "Correct MODEL_PATH, fetch the checkpoint again, or make one with `legorl-rank init-policy`.",
     check,
 };
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some(facts) = facts else {
-        return vec![(Verdict::Skip, "MODEL_PATH: structure-only run".into())];
+        return vec![skip("MODEL_PATH: structure-only run")];
     };
     let path = s.model.path.display();
     let model = match &facts.model {
         Ok(model) => model,
-        Err(problem) => return vec![(Verdict::Fatal, format!("MODEL_PATH={path}: {problem}"))],
+        Err(problem) => return vec![fatal(format!("MODEL_PATH={path}: {problem}"))],
     };
-    let mut found = Vec::new();
-    if let Err(problem) = &model.weights {
-        found.push((Verdict::Fatal, format!("MODEL_PATH={path}: {problem}")));
+    if let Some(Err(problem)) = &model.weights {
+        return vec![fatal(format!("MODEL_PATH={path}: {problem}"))];
     }
-    for file in &model.missing {
-        found.push((Verdict::Fatal, format!("MODEL_PATH={path} has no {file}")));
-    }
-    if found.is_empty() {
-        found.push((
-            Verdict::Ok,
-            format!(
-                "model: {} with {:.1} M parameters",
-                model.model_type,
-                model.num_parameters as f64 / 1e6
-            ),
-        ));
-    }
-    found
+    let parameters = model.shape.parameters() as f64;
+    vec![ok(format!(
+        "model: {} with {}",
+        model.shape.model_type,
+        if parameters < 1e9 {
+            format!("{:.1} M parameters", parameters / 1e6)
+        } else {
+            format!("{:.1} B parameters", parameters / 1e9)
+        }
+    ))]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn a_missing_part_is_named() {
@@ -54,11 +53,12 @@ mod tests {
         assert_eq!(check(&s, Some(&facts()))[0].0, Verdict::Ok);
         let mut broken = facts();
         if let Ok(model) = &mut broken.model {
-            model.missing = vec!["tokenizer.json"];
-            model.weights = Err("model.safetensors is truncated".into());
+            model.weights = Some(Err("model.safetensors is truncated".into()));
         }
         let found = check(&s, Some(&broken));
-        assert_eq!(found.len(), 2);
-        assert!(found[0].1.contains("truncated") && found[1].1.contains("tokenizer.json"));
+        assert!(found[0].0 == Verdict::Fatal && found[0].1.contains("truncated"));
+        broken.model = Err("no such folder".into());
+        assert_eq!(check(&s, Some(&broken))[0].0, Verdict::Fatal);
+        assert_eq!(check(&s, None)[0].0, Verdict::Skip);
     }
 }

@@ -1,82 +1,92 @@
-//! Values that are valid and cannot be launched yet.
+//! Values that are valid and cannot be launched yet. To make one available, add it to its row of [`ROWS`],
+//! or delete the row; variables of less weight say it in their own row of the table of variables.
 
 use crate::{
-    config::{
-        values::{AdvEstimator, Backend, ModelEngine, Scaffold},
-        Settings,
-    },
-    preflight::{Facts, Outcome, Rule, Verdict},
+    config::{values::RunKind, Settings},
+    preflight::{Facts, Outcome, Rule, Verdict, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "not-in-this-version",
-    what: "Backend, engine, scaffold, estimator and parser are parts of this version.",
+    runs: EVERY_RUN,
+    what: "Everything that the configuration chooses is a part of this version.",
     why: "The value is a valid name, and the part behind it does not exist here.",
-    evidence: "By definition: the list in this rule is what the program can start.",
+    evidence: "By definition: the table in this rule is what the program can start.",
     fix: "Choose one of the values that the finding names.",
     check,
 };
 
+/// A variable, the value that a run has, and the values that can be launched.
+type Row = (&'static str, fn(&Settings) -> String, &'static [&'static str]);
+
+const ROWS: &[Row] = &[
+    ("BACKEND", |s| s.run.backend.to_string(), &["process"]),
+    ("MODEL_ENGINE", |s| s.run.model_engine.to_string(), &["fsdp"]),
+    ("SCAFFOLD", |s| s.run.scaffold.to_string(), &["mini"]),
+    (
+        "ADV_ESTIMATOR",
+        |s| s.algorithm.adv_estimator.to_string(),
+        &["grpo"],
+    ),
+    (
+        "TOOL_CALL_PARSER",
+        |s| s.model.tool_call_parser.to_string(),
+        &["hermes", "qwen3_coder", "auto"],
+    ),
+    ("SP_SIZE", |s| s.topology.sp_size.to_string(), &["1"]),
+];
+
+/// Kinds of run that can be launched.
+const KINDS: &[RunKind] = &[RunKind::Train];
+
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
-    let run = &s.run;
-    let rows: [(&str, &str, &str, bool); 5] = [
-        (
-            "BACKEND",
-            run.backend.name(),
-            "process",
-            run.backend == Backend::Process,
-        ),
-        (
-            "MODEL_ENGINE",
-            run.model_engine.name(),
-            "fsdp",
-            run.model_engine == ModelEngine::Fsdp,
-        ),
-        (
-            "SCAFFOLD",
-            run.scaffold.name(),
-            "mini",
-            run.scaffold == Scaffold::Mini,
-        ),
-        (
-            "ADV_ESTIMATOR",
-            s.algorithm.adv_estimator.name(),
-            "grpo",
-            s.algorithm.adv_estimator == AdvEstimator::Grpo,
-        ),
-        (
-            "SP_SIZE",
-            if s.topology.sp_size == 1 { "1" } else { "above 1" },
-            "1",
-            s.topology.sp_size == 1,
-        ),
-    ];
     let verdict = if facts.is_some() {
         Verdict::Fatal
     } else {
         Verdict::Warn
     };
-    let missing: Vec<Outcome> = rows
+    let mut missing: Vec<String> = ROWS
         .iter()
-        .filter(|(.., available)| !available)
-        .map(|(name, value, known, _)| {
-            (
-                verdict,
-                format!("{name}={value} is not in this version; use {known}"),
+        .map(|(name, value, known)| (name, value(s), known))
+        .filter(|(_, value, known)| !known.contains(&value.as_str()))
+        .map(|(name, value, known)| {
+            format!(
+                "{name}={value} is not in this version; use {}",
+                known.join(" or ")
             )
         })
         .collect();
+    // Rows of the table of variables that name what can be launched.
+    missing.extend(
+        s.unavailable
+            .iter()
+            .map(|u| format!("{}={} is not in this version; use {}", u.name, u.value, u.instead)),
+    );
+    if !KINDS.contains(&s.run.kind) {
+        missing.push(format!(
+            "launching `legorl-rank {}` is not in this version",
+            s.run.kind
+        ));
+    }
+    // What the checkpoint reader knows is the list of families; there is no other.
+    if let Some(Ok(model)) = facts.map(|f| &f.model) {
+        if let Err(problem) = &model.network {
+            missing.push(format!(
+                "MODEL_PATH: this network is not in this version: {problem}"
+            ));
+        }
+    }
     if missing.is_empty() {
-        vec![(
+        let run = &s.run;
+        return vec![(
             Verdict::Ok,
             format!(
                 "backend={} engine={} scaffold={} are in this version",
                 run.backend, run.model_engine, run.scaffold
             ),
-        )]
-    } else {
-        missing
+        )];
     }
+    missing.into_iter().map(|text| (verdict, text)).collect()
 }
 
 #[cfg(test)]
@@ -92,5 +102,15 @@ mod tests {
         assert!(found.iter().all(|(v, _)| *v == Verdict::Fatal));
         assert!(found[0].1.contains("BACKEND=k8s"));
         assert!(check(&s, None).iter().all(|(v, _)| *v == Verdict::Warn));
+    }
+
+    #[test]
+    fn a_network_that_cannot_be_read_is_named() {
+        let mut other = facts();
+        if let Ok(model) = &mut other.model {
+            model.network = Err("model_type `qwen3_5_moe` is not supported".into());
+        }
+        let found = check(&settings(&[]), Some(&other));
+        assert!(found[0].0 == Verdict::Fatal && found[0].1.contains("qwen3_5_moe"));
     }
 }

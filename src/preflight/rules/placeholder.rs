@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{Facts, Outcome, Rule, Verdict, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "placeholder",
+    runs: EVERY_RUN,
     what: "No value is still the placeholder CHANGEME.",
     why: "A placeholder is a path that does not exist, found out minutes later.",
     evidence: "By definition: templates mark the values that only the user knows with it.",
@@ -20,6 +21,7 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         ("MODEL_PATH", Some(&s.model.path)),
         ("TRAIN_FILES", Some(&s.data.train_files)),
         ("VAL_FILES", val),
+        ("K8S_KUBECONFIG", s.kubernetes.kubeconfig.as_ref()),
     ];
     let is_left = |text: &str| text.contains("CHANGEME");
     let mut names: Vec<&str> = paths

@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, skip, Facts, Outcome, Rule, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "proxy-port",
+    runs: EVERY_RUN,
     what: "A fixed PROXY_PORT can be bound on the head's machine.",
     why: "Another run that holds the port would answer this run's agents.",
     evidence: "The port is bound for a moment and given back.",
@@ -17,12 +18,9 @@ pub(super) const RULE: Rule = Rule {
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let port = s.proxy.port;
     match facts.map(|f| &f.proxy_port) {
-        Some(Some(Ok(()))) => vec![(Verdict::Ok, format!("PROXY_PORT={port} is free"))],
-        Some(Some(Err(problem))) => vec![(
-            Verdict::Fatal,
-            format!("PROXY_PORT={port} cannot be used: {problem}"),
-        )],
-        None if port != 0 => vec![(Verdict::Skip, format!("PROXY_PORT={port}: needs this machine"))],
+        Some(Some(Ok(()))) => vec![ok(format!("PROXY_PORT={port} is free"))],
+        Some(Some(Err(problem))) => vec![fatal(format!("PROXY_PORT={port} cannot be used: {problem}"))],
+        None if port != 0 => vec![skip(format!("PROXY_PORT={port}: needs this machine"))],
         _ => Vec::new(),
     }
 }
@@ -30,7 +28,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn a_port_in_use_is_fatal() {

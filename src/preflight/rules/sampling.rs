@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{warn, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "sampling",
+    runs: TRAINING,
     what: "Training samples from the whole distribution.",
     why: "TOP_P and TOP_K cut the support, and the recorded log-probability is the one before the cut, so the ratio is biased.",
     evidence: "By definition: the trainer recomputes log-probabilities over the whole vocabulary.",
@@ -17,18 +18,15 @@ pub(super) const RULE: Rule = Rule {
 fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     let sampling = &s.sampling;
     if sampling.top_p < 1.0 || sampling.top_k > 0 {
-        return vec![(
-            Verdict::Warn,
-            format!(
-                "TOP_P={} TOP_K={} cut the distribution that is trained on",
-                sampling.top_p,
-                if sampling.top_k == 0 {
-                    -1
-                } else {
-                    i64::from(sampling.top_k)
-                }
-            ),
-        )];
+        return vec![warn(format!(
+            "TOP_P={} TOP_K={} cut the distribution that is trained on",
+            sampling.top_p,
+            if sampling.top_k == 0 {
+                -1
+            } else {
+                i64::from(sampling.top_k)
+            }
+        ))];
     }
     Vec::new()
 }
@@ -36,7 +34,7 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::settings;
+    use crate::preflight::{rules::testing::settings, Verdict};
 
     #[test]
     fn a_cut_distribution_is_a_warning() {

@@ -2,11 +2,12 @@
 
 use crate::{
     config::{values::Backend, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, skip, Facts, Outcome, Rule, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "sandbox",
+    runs: EVERY_RUN,
     what: "A sandbox of the chosen backend starts on this machine.",
     why: "Without it every trial fails in its set-up, and the run trains on nothing.",
     evidence: "The static helper is looked for, and the smallest sandbox with all namespaces of a trial is started.",
@@ -16,16 +17,13 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some(facts) = facts else {
-        return vec![(
-            Verdict::Skip,
-            format!("BACKEND={}: needs this machine", s.run.backend),
-        )];
+        return vec![skip(format!("BACKEND={}: needs this machine", s.run.backend))];
     };
     match &facts.sandbox {
-        Some(Ok(version)) => vec![(Verdict::Ok, format!("sandboxes start ({version})"))],
-        Some(Err(problem)) => vec![(Verdict::Fatal, format!("BACKEND={}: {problem}", s.run.backend))],
+        Some(Ok(version)) => vec![ok(format!("sandboxes start ({version})"))],
+        Some(Err(problem)) => vec![fatal(format!("BACKEND={}: {problem}", s.run.backend))],
         None if s.run.backend == Backend::Process => {
-            vec![(Verdict::Skip, "BACKEND=process: not probed".into())]
+            vec![skip("BACKEND=process: not probed")]
         }
         None => Vec::new(),
     }
@@ -34,7 +32,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn a_sandbox_that_does_not_start_is_fatal() {

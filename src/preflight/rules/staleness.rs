@@ -2,11 +2,12 @@
 
 use crate::{
     config::{values::TrainingMode, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, warn, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "staleness",
+    runs: TRAINING,
     what: "STALENESS is 0 under sync, and at least 1 under async.",
     why: "One pool has no second policy to lag behind; two pools with a bound of 0 wait for each other at every step.",
     evidence: "By construction: under sync a step's trials start after the last update.",
@@ -17,26 +18,20 @@ pub(super) const RULE: Rule = Rule {
 fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     let bound = s.rollout.staleness;
     vec![match s.run.training_mode {
-        TrainingMode::Sync if bound > 0.0 => (
-            Verdict::Fatal,
-            format!(
-                "STALENESS={bound} under TRAINING_MODE=sync, where every token is fresh; set 0 or use async"
-            ),
-        ),
-        TrainingMode::Async if bound < 1.0 => (
-            Verdict::Warn,
-            format!(
-                "STALENESS={bound} under TRAINING_MODE=async: the pools take turns instead of overlapping"
-            ),
-        ),
-        mode => (Verdict::Ok, format!("staleness bound {bound} under {mode}")),
+        TrainingMode::Sync if bound > 0.0 => fatal(format!(
+            "STALENESS={bound} under TRAINING_MODE=sync, where every token is fresh; set 0 or use async"
+        )),
+        TrainingMode::Async if bound < 1.0 => warn(format!(
+            "STALENESS={bound} under TRAINING_MODE=async: the pools take turns instead of overlapping"
+        )),
+        mode => ok(format!("staleness bound {bound} under {mode}")),
     }]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::settings;
+    use crate::preflight::{rules::testing::settings, Verdict};
 
     #[test]
     fn the_bound_fits_the_mode() {

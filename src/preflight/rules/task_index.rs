@@ -1,12 +1,13 @@
 //! Indexes and the tasks that they point at.
 
 use crate::{
-    config::Settings,
-    preflight::{facts::IndexFacts, Facts, Outcome, Rule, Verdict},
+    config::{values::RunKind, Settings},
+    preflight::{facts::IndexFacts, fatal, ok, skip, Facts, Outcome, Rule, WITH_INDEX},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "task-index",
+    runs: WITH_INDEX,
     what: "The indexes can be read, every row's folder exists, and sampled tasks are complete.",
     why: "An index is only a table of paths: the tasks may have moved, or lack their tests/test.sh.",
     evidence: "Every row's folder, task.toml, instruction.md and tests/test.sh are looked up; up to 16 tasks spread over the index are loaded whole.",
@@ -16,9 +17,13 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some(facts) = facts else {
-        return vec![(Verdict::Skip, "TRAIN_FILES, VAL_FILES: structure-only run".into())];
+        return vec![skip("TRAIN_FILES, VAL_FILES: structure-only run")];
     };
-    let mut found = one("TRAIN_FILES", &facts.train_index);
+    let variable = match s.run.kind {
+        RunKind::Infer => "INDEX_FILE",
+        _ => "TRAIN_FILES",
+    };
+    let mut found = one(variable, &facts.train_index);
     if let (Some(index), Some(_)) = (&facts.val_index, &s.data.val_files) {
         found.extend(one("VAL_FILES", index));
     }
@@ -27,18 +32,15 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 
 fn one(variable: &str, index: &Result<IndexFacts, String>) -> Vec<Outcome> {
     match index {
-        Err(problem) => vec![(Verdict::Fatal, format!("{variable}: {problem}"))],
-        Ok(index) if index.problems.is_empty() => vec![(
-            Verdict::Ok,
-            format!(
-                "{variable}: {} tasks, {} of them loaded",
-                index.rows, index.sampled
-            ),
-        )],
+        Err(problem) => vec![fatal(format!("{variable}: {problem}"))],
+        Ok(index) if index.problems.is_empty() => vec![ok(format!(
+            "{variable}: {} tasks, {} of them loaded",
+            index.rows, index.sampled
+        ))],
         Ok(index) => index
             .problems
             .iter()
-            .map(|problem| (Verdict::Fatal, format!("{variable}: {problem}")))
+            .map(|problem| fatal(format!("{variable}: {problem}")))
             .collect(),
     }
 }
@@ -46,7 +48,10 @@ fn one(variable: &str, index: &Result<IndexFacts, String>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn problems_of_either_index_are_fatal() {

@@ -2,11 +2,11 @@
 
 use crate::{
     config::{self, values::ToolCallParser, LoadRequest, Settings},
-    preflight::facts::{Facts, FolderFacts, IndexFacts, ModelFacts},
+    plan::shape::tests::qwen3,
+    preflight::facts::{Facts, FolderFacts, IndexFacts, Limit, ModelFacts, SharedMemory},
 };
-use std::collections::BTreeMap;
 
-/// A sound configuration, with overrides.
+/// A sound configuration, with overrides; of two for one variable the later holds.
 pub(crate) fn settings(set: &[&str]) -> Settings {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let config = folder.path().join("run.env");
@@ -16,45 +16,67 @@ pub(crate) fn settings(set: &[&str]) -> Settings {
          NGPUS_PER_NODE=1\nTRAIN_BSZ=8\nMAX_PROMPT=256\nMAX_RESP=512\n",
     )
     .expect("the config can be written");
+    let name = |text: &str| text.split('=').next().unwrap_or_default().to_owned();
+    let last = set.iter().enumerate().filter(|(at, text)| {
+        let later = &set[at + 1..];
+        !later.iter().any(|other| name(other) == name(text))
+    });
     let request = LoadRequest {
-        config,
-        set: set.iter().map(|s| (*s).to_owned()).collect(),
-        environment: BTreeMap::new(),
-        cwd: folder.path().to_path_buf(),
-        now: std::time::SystemTime::UNIX_EPOCH,
+        set: last.map(|(_, text)| (*text).to_owned()).collect(),
+        ..LoadRequest::isolated(config, folder.path())
     };
     config::load(&request)
         .expect("the test's configuration is valid")
         .settings
 }
 
-/// Facts under which every rule is content.
+/// Facts under which every rule is content: a dense Qwen3 with 16 heads and 8 key-value heads.
 pub(crate) fn facts() -> Facts {
     let index = IndexFacts {
         rows: 100,
         sampled: 16,
         problems: Vec::new(),
+        image: None,
     };
     Facts {
         model: Ok(ModelFacts {
-            model_type: "qwen3".into(),
-            max_position_embeddings: 1024,
-            num_parameters: 1_500_000,
-            weights: Ok(()),
-            missing: Vec::new(),
+            shape: qwen3(1024, 28, 16, 3072),
+            network: Ok(()),
+            weights: Some(Ok(())),
+            tokenizer: Ok(151_669),
             markup: Ok(Some(ToolCallParser::Hermes)),
         }),
         train_index: Ok(index.clone()),
         val_index: Some(Ok(index)),
+        inputs: Vec::new(),
         folders: vec![FolderFacts {
             variable: "CKPTS_DIR",
             path: "/ckpt".into(),
             writable: Ok(()),
             free_bytes: Some(1 << 40),
         }],
+        held: Vec::new(),
         sandbox: Some(Ok("bubblewrap 0.8.0".into())),
         proxy_port: None,
-        open_files: (65536, 65536),
+        address: Some([10, 0, 0, 7].into()),
+        ephemeral_ports: Some((32768, 60999)),
+        open_files: Limit {
+            soft: 65536,
+            hard: 65536,
+        },
+        locked_memory: Limit {
+            soft: u64::MAX,
+            hard: u64::MAX,
+        },
+        shared_memory: Some(SharedMemory {
+            total: 64 << 30,
+            free: 64 << 30,
+        }),
+        gpus: Vec::new(),
+        memory_bytes: Some(1 << 40),
+        slurm: None,
+        kubernetes: None,
+        docker: None,
         world_size: None,
     }
 }

@@ -1,80 +1,144 @@
 //! The parser reads what the checkpoint's template writes.
 
 use crate::{
-    config::{values::ToolCallParser, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict},
+    config::{
+        values::{Scaffold, ToolCallParser},
+        Settings,
+    },
+    preflight::{
+        fatal,
+        model_family::{self, Family},
+        ok, skip, warn, Facts, Outcome, Rule, EVERY_RUN,
+    },
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "tool-parser",
+    runs: EVERY_RUN,
     what: "TOOL_CALL_PARSER reads the markup that the checkpoint's own chat template writes.",
     why: "With another parser every tool call stays plain text, no trial acts, and every reward is 0.",
-    evidence: "A tool call is rendered with the template and read back with each parser.",
+    evidence: "A tool call is rendered with the template and read back with each parser. Without the template the family decides: Qwen3.5 and 3.6 write XML; Qwen3-30B-A3B was trained with XML for Claude Code and with JSON for OpenHands.",
     fix: "Set TOOL_CALL_PARSER to the name in the finding.",
     check,
 };
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let parser = s.model.tool_call_parser;
-    let Some(facts) = facts else {
-        return vec![(
-            Verdict::Skip,
-            format!("tool_parser={parser} against the chat template: needs the checkpoint"),
-        )];
+    let markup = match facts.map(|f| &f.model) {
+        Some(Ok(model)) => model.markup.as_ref().ok().copied().flatten(),
+        _ => None,
     };
-    // A folder that cannot be read is the finding of another rule.
-    let Ok(model) = &facts.model else {
-        return vec![(
-            Verdict::Skip,
-            format!("tool_parser={parser}: the checkpoint cannot be read"),
-        )];
+    match markup {
+        Some(markup) if parser == ToolCallParser::Auto => {
+            return vec![ok(format!(
+                "tool_parser=auto: the chat template writes the markup of {markup}"
+            ))]
+        }
+        Some(markup) if markup == parser => {
+            return vec![ok(format!("tool_parser={parser} matches the chat template"))]
+        }
+        Some(markup) => {
+            return vec![fatal(format!(
+                "TOOL_CALL_PARSER={parser}, and the chat template writes the markup of {markup}; set {markup}"
+            ))]
+        }
+        None if parser == ToolCallParser::Auto => {
+            return vec![match facts.map(|f| &f.model) {
+            Some(Ok(_)) => fatal(
+                "TOOL_CALL_PARSER=auto, and no parser reads what the chat template writes; name the parser",
+            ),
+            _ => skip("tool_parser=auto: needs the chat template"),
+        }]
+        }
+        None => {}
+    }
+    let scaffold = s.run.scaffold;
+    if scaffold == Scaffold::Oc {
+        return vec![ok(format!(
+            "tool_parser={parser}: left to opencode's own settings"
+        ))];
+    }
+    let (family, how) = model_family::of(s, facts);
+    let (needed, because) = match (family, scaffold) {
+        (Family::Qwen35, _) => (ToolCallParser::Qwen3Coder, "Qwen3.5/3.6 writes XML".to_owned()),
+        (Family::Qwen3Moe, Scaffold::Cc) => {
+            (ToolCallParser::Qwen3Coder, "Qwen3-30B-A3B writes XML for SCAFFOLD=cc".to_owned())
+        }
+        (Family::Qwen3Moe, Scaffold::Oh | Scaffold::Ohsdk) => (
+            ToolCallParser::Hermes,
+            format!("Qwen3-30B-A3B writes JSON for SCAFFOLD={scaffold}"),
+        ),
+        (Family::Other, Scaffold::Mini | Scaffold::Terminus2) if markup_unread(facts) => {
+            return vec![skip(format!("tool_parser={parser} against the chat template: needs the checkpoint"))]
+        }
+        _ => {
+            return vec![warn(format!(
+                "tool_parser={parser}: no rule knows this model ({how}) with SCAFFOLD={scaffold}; compare with its chat template"
+            ))]
+        }
     };
-    vec![match &model.markup {
-        Ok(Some(markup)) if parser == ToolCallParser::Auto => (
-            Verdict::Ok,
-            format!("tool_parser=auto: the chat template writes the markup of {markup}"),
-        ),
-        Ok(Some(markup)) if *markup == parser => (
-            Verdict::Ok,
-            format!("tool_parser={parser} matches the chat template"),
-        ),
-        Ok(Some(markup)) => (
-            Verdict::Fatal,
-            format!("TOOL_CALL_PARSER={parser}, and the chat template writes the markup of {markup}"),
-        ),
-        Ok(None) if parser == ToolCallParser::Auto => (
-            Verdict::Fatal,
-            "tool_parser=auto: the chat template writes a markup that no parser reads".into(),
-        ),
-        Ok(None) => (
-            Verdict::Warn,
-            format!("the chat template's tool-call markup is not known; check that {parser} reads it"),
-        ),
-        Err(problem) => (
-            Verdict::Fatal,
-            format!("the chat template cannot render a tool call: {problem}"),
-        ),
+    vec![if parser == needed {
+        ok(format!("tool_parser={parser}: {because} ({how})"))
+    } else {
+        fatal(format!(
+            "TOOL_CALL_PARSER={parser}, but {because} ({how}); set {needed}"
+        ))
     }]
+}
+
+/// The checkpoint was not looked at, or another rule says that it cannot be read.
+fn markup_unread(facts: Option<&Facts>) -> bool {
+    facts.is_none_or(|f| f.model.is_err())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
-    fn the_template_decides() {
+    fn the_template_decides_where_it_is_there() {
         let with = |markup| {
             let mut facts = facts();
             if let Ok(model) = &mut facts.model {
                 model.markup = markup;
             }
-            check(&settings(&[]), Some(&facts))[0].0
+            check(&settings(&["MODEL_PATH=/m/Qwen3.5-9B"]), Some(&facts))[0].0
         };
+        let auto = settings(&["TOOL_CALL_PARSER=auto"]);
+        assert_eq!(check(&auto, Some(&facts()))[0].0, Verdict::Ok);
+        assert_eq!(check(&auto, None)[0].0, Verdict::Skip);
         assert_eq!(with(Ok(Some(ToolCallParser::Hermes))), Verdict::Ok);
         assert_eq!(with(Ok(Some(ToolCallParser::Qwen3Coder))), Verdict::Fatal);
-        assert_eq!(with(Ok(None)), Verdict::Warn);
-        assert_eq!(with(Err("no template".into())), Verdict::Fatal);
-        assert_eq!(check(&settings(&[]), None)[0].0, Verdict::Skip);
+        assert_eq!(
+            with(Ok(None)),
+            Verdict::Warn,
+            "config.json says qwen3, the folder's name does not count"
+        );
+    }
+
+    #[test]
+    fn without_it_the_family_and_the_scaffold_decide() {
+        let verdict = |model: &str, scaffold: &str, parser: &str| {
+            let set = [
+                format!("MODEL_PATH=/m/{model}"),
+                format!("SCAFFOLD={scaffold}"),
+                format!("TOOL_CALL_PARSER={parser}"),
+            ];
+            check(&settings(&set.each_ref().map(String::as_str)), None)[0].0
+        };
+        assert_eq!(verdict("Qwen3.5-35B-A3B", "ohsdk", "qwen3_coder"), Verdict::Ok);
+        assert_eq!(verdict("Qwen3.5-35B-A3B", "ohsdk", "hermes"), Verdict::Fatal);
+        assert_eq!(verdict("Qwen3-30B-A3B", "cc", "qwen3_coder"), Verdict::Ok);
+        assert_eq!(verdict("Qwen3-30B-A3B", "cc", "hermes"), Verdict::Fatal);
+        assert_eq!(verdict("Qwen3-30B-A3B", "oh", "hermes"), Verdict::Ok);
+        assert_eq!(verdict("Qwen3-30B-A3B", "ohsdk", "qwen3_coder"), Verdict::Fatal);
+        assert_eq!(verdict("Qwen3-30B-A3B", "mini", "hermes"), Verdict::Warn);
+        assert_eq!(verdict("Qwen3-8B", "cc", "hermes"), Verdict::Warn);
+        assert_eq!(verdict("Qwen3-8B", "mini", "hermes"), Verdict::Skip);
+        assert_eq!(verdict("Qwen3.5-35B-A3B", "oc", "hermes"), Verdict::Ok);
     }
 }

@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{warn, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "validation",
+    runs: TRAINING,
     what: "A run that asks for validation has a held-out index.",
     why: "Without VAL_FILES nothing shows whether the reward on unseen tasks rises.",
     evidence: "By definition: validation runs over the rows of VAL_FILES.",
@@ -17,15 +18,12 @@ pub(super) const RULE: Rule = Rule {
 fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     let asked = s.schedule.val_before_train || s.schedule.test_freq.is_some();
     match (&s.data.val_files, asked) {
-        (None, true) => vec![(
-            Verdict::Warn,
-            "VAL_FILES is empty: TRAINER_VAL_BEFORE_TRAIN and TRAINER_TEST_FREQ have nothing to run on"
-                .into(),
+        (None, true) => vec![warn(
+            "VAL_FILES is empty: TRAINER_VAL_BEFORE_TRAIN and TRAINER_TEST_FREQ have nothing to run on",
         )],
-        (Some(val), _) if *val == s.data.train_files => {
-            vec![(
-                Verdict::Warn,
-                "VAL_FILES equals TRAIN_FILES: validation measures seen tasks".into(),
+        (Some(val), _) if *val == s.data.train_files && !val.ends_with("CHANGEME") => {
+            vec![warn(
+                "VAL_FILES equals TRAIN_FILES: validation measures seen tasks",
             )]
         }
         _ => Vec::new(),
@@ -35,7 +33,7 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::settings;
+    use crate::preflight::{rules::testing::settings, Verdict};
 
     #[test]
     fn validation_needs_an_index_of_its_own() {

@@ -2,11 +2,12 @@
 
 use crate::{
     config::Settings,
-    preflight::{Facts, Outcome, Rule, Verdict},
+    preflight::{fatal, ok, Facts, Outcome, Rule, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "world-size",
+    runs: EVERY_RUN,
     what: "As many ranks were started as the topology needs.",
     why: "With fewer ranks a role is missing; with more, some have none.",
     evidence: "By construction: rank numbers are dealt out by NNODES x NGPUS_PER_NODE.",
@@ -20,26 +21,26 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     };
     let needed = s.world_size();
     if started == needed {
-        return vec![(Verdict::Ok, format!("{started} of {needed} ranks started"))];
+        return vec![ok(format!("{started} of {needed} ranks started"))];
     }
     let how = if started == 1 {
         format!("; start it with `mpirun -n {needed}` or `srun -n {needed}`")
     } else {
         String::new()
     };
-    vec![(
-        Verdict::Fatal,
-        format!(
-            "{started} ranks were started and NNODES={} x NGPUS_PER_NODE={} needs {needed}{how}",
-            s.topology.nnodes, s.topology.ngpus_per_node
-        ),
-    )]
+    vec![fatal(format!(
+        "{started} ranks were started and NNODES={} x NGPUS_PER_NODE={} needs {needed}{how}",
+        s.topology.nnodes, s.topology.ngpus_per_node
+    ))]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::rules::testing::{facts, settings};
+    use crate::preflight::{
+        rules::testing::{facts, settings},
+        Verdict,
+    };
 
     #[test]
     fn a_launch_needs_the_right_number_of_ranks() {

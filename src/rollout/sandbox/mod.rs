@@ -17,8 +17,10 @@
 //! A sandbox that cannot do what was asked says so with a [`SandboxError`]; it never degrades silently.
 //! The one choice that depends on the machine, how limits are enforced, is told by [`BackendReport`].
 
+pub mod docker;
 pub mod dockerfile;
 mod error;
+pub mod kubernetes;
 pub mod process;
 mod spec;
 

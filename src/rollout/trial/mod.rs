@@ -80,6 +80,8 @@ pub struct TrialRunnerConfig {
     pub override_memory_mb: Option<u64>,
     /// Processes and threads of a sandbox (`SANDBOX_PIDS_LIMIT`).
     pub pids_limit: Option<u32>,
+    /// How long a trial waits for room in `trials_dir` before it counts as failed.
+    pub room_deadline: Duration,
 }
 
 /// A limit that no trial could keep.

@@ -4,8 +4,8 @@ use super::folder::{Record, TrialFolder};
 use super::outcome::judge;
 use super::{AttemptEnd, AttemptFailure, TrialConfigError, TrialRunnerConfig};
 use crate::base::{
-    CapturedSession, DropReason, SamplingParams, SessionEndpoint, SessionHost, SessionId, SessionLimits,
-    SessionSpec, Trajectory, TrialAssignment, TrialOutcome, TrialTiming,
+    error_chain, CapturedSession, DropReason, Purpose, SamplingParams, SessionEndpoint, SessionHost,
+    SessionId, SessionLimits, SessionSpec, Trajectory, TrialAssignment, TrialOutcome, TrialTiming,
 };
 use crate::rollout::sandbox::{Labels, Sandbox, SandboxBackend, SandboxError, SandboxSpec};
 use crate::rollout::scaffold::{AgentRequest, AgentRun, Scaffold, ScaffoldError};
@@ -14,6 +14,7 @@ use crate::rollout::verifier::verify;
 use std::{
     error::Error,
     future::Future,
+    io::ErrorKind,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -21,6 +22,9 @@ use tokio::{sync::watch, time::timeout};
 
 /// A phase that enforces its own limit is given this much longer before it counts as hung.
 const GRACE: Duration = Duration::from_secs(60);
+
+/// How often a trial that waits for room on the disk tries again.
+const ROOM_POLL: Duration = Duration::from_secs(1);
 
 /// Runs attempts; shared by all workers.
 pub struct TrialRunner {
@@ -45,23 +49,8 @@ impl Failure {
     }
 
     fn of(reason: DropReason, error: &dyn Error) -> Self {
-        Self::new(reason, chain(error))
+        Self::new(reason, error_chain(error))
     }
-}
-
-/// An error and its causes on one line.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
-    text
 }
 
 /// Time limits of one attempt.
@@ -131,7 +120,7 @@ impl Live<'_> {
         if let Some(sandbox) = self.sandbox.take() {
             match timeout(GRACE, sandbox.delete()).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::warn!(trial, "sandbox not deleted: {}", chain(&error)),
+                Ok(Err(error)) => tracing::warn!(trial, "sandbox not deleted: {}", error_chain(&error)),
                 Err(_) => tracing::warn!(
                     trial,
                     "waited {} s for the sandbox to be deleted",
@@ -232,20 +221,12 @@ impl TrialRunner {
         folder_slot: &mut Option<TrialFolder>,
     ) -> Result<Trajectory, Failure> {
         let budget = Budget::of(&self.config, task, assignment);
-        let endpoint = self.open_session(assignment, task, &budget)?;
+        let name = format!("{}__{:08x}", task.slug(), rand::random::<u32>());
+        let folder = self.make_folder(assignment.key.purpose, &name).await?;
+        let folder = folder_slot.insert(folder);
+        let endpoint = self.open_session(assignment, name, &budget)?;
         live.session = Some(endpoint.session.clone());
         let session = endpoint.session.to_string();
-        let folder =
-            TrialFolder::create(&self.config.trials_dir, assignment.key.purpose, &session).map_err(|e| {
-                Failure::new(
-                    DropReason::EnvSetupFailed,
-                    format!(
-                        "cannot make a trial folder in {}: {e}",
-                        self.config.trials_dir.display()
-                    ),
-                )
-            })?;
-        let folder = folder_slot.insert(folder);
 
         record.env_setup.begin();
         let spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
@@ -345,17 +326,36 @@ impl TrialRunner {
         })
     }
 
+    /// Makes the trial's folder. A full disk is no verdict on a trial: it waits for room, and the log says so.
+    async fn make_folder(&self, purpose: Purpose, name: &str) -> Result<TrialFolder, Failure> {
+        let dir = self.config.trials_dir.display();
+        let begin = Instant::now();
+        loop {
+            let error = match TrialFolder::create(&self.config.trials_dir, purpose, name) {
+                Ok(folder) => return Ok(folder),
+                Err(error) => error,
+            };
+            let full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+            if !full || begin.elapsed() >= self.config.room_deadline {
+                let detail = format!("cannot make a trial folder in {dir}: {error}");
+                return Err(Failure::new(DropReason::EnvSetupFailed, detail));
+            }
+            tracing::warn!(trial = name, "{dir}: {error}; trials wait until there is room");
+            tokio::time::sleep(ROOM_POLL.min(self.config.room_deadline)).await;
+        }
+    }
+
     fn open_session(
         &self,
         assignment: &TrialAssignment,
-        task: &TaskSpec,
+        name: String,
         budget: &Budget,
     ) -> Result<SessionEndpoint, Failure> {
         let config = &self.config;
         let spec = SessionSpec {
             key: assignment.key,
             attempt: assignment.attempt,
-            name: format!("{}__{:08x}", task.slug(), rand::random::<u32>()),
+            name,
             sampling: SamplingParams {
                 seed: assignment.seed,
                 ..config.for_purpose(assignment.key.purpose).sampling
@@ -464,6 +464,7 @@ mod tests {
             override_cpus: None,
             override_memory_mb: None,
             pids_limit: None,
+            room_deadline: Duration::ZERO,
         }
     }
 

@@ -184,6 +184,7 @@ impl Setup {
             override_cpus: None,
             override_memory_mb: None,
             pids_limit: None,
+            room_deadline: Duration::from_secs(60),
         };
         Self {
             runner: Arc::new(
@@ -555,4 +556,61 @@ async fn an_aborted_attempt_closes_its_session() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(setup.sessions.closed.lock().unwrap().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fifty_mebibytes_of_tool_output_end_no_trial() {
+    let flood = "head -c 52428800 /dev/zero | tr '\\0' x; cat data.txt > answer";
+    let setup = Setup::new("", COMPARE, Some(vec![flood]), CapturedSession::default());
+    let trajectory = setup.finished().await;
+    assert_eq!(trajectory.outcome.reward, 1.0);
+    assert_eq!(trajectory.outcome.stop, StopReason::AgentCompleted);
+    let logs = fs::read_dir(setup.trial_dir().join("agent")).unwrap();
+    let size: u64 = logs.map(|f| f.unwrap().metadata().unwrap().len()).sum();
+    assert!(size < 20 << 20, "the agent's logs are cut: {size} bytes");
+}
+
+/// A file system of its own with room for a handful of files; unmounted when dropped.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(at: &Path) -> Option<Self> {
+        fs::create_dir_all(at).unwrap();
+        let mut mount = std::process::Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "nr_inodes=64", "tmpfs"]).arg(at);
+        mount
+            .output()
+            .is_ok_and(|o| o.status.success())
+            .then(|| Self(at.to_owned()))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(&self.0)
+            .status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_delays_a_trial_and_does_not_drop_it() {
+    let commands = Some(vec!["cat data.txt > answer"]);
+    let setup = Setup::new("", COMPARE, commands, CapturedSession::default());
+    let trials = setup.folder.path().join("trials");
+    let Some(_disk) = SmallDisk::mount(&trials) else {
+        eprintln!("SKIP full disk: mounting a small file system needs root");
+        return;
+    };
+    let fill = |n: usize| trials.join(format!("fill-{n}"));
+    let filled = (0..100).take_while(|n| fs::write(fill(*n), "").is_ok()).count();
+    assert!(filled < 100, "the disk must be full");
+    let make_room = async {
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        assert!(setup.sessions.open.lock().unwrap().is_empty(), "it waits");
+        (0..filled).for_each(|n| fs::remove_file(fill(n)).unwrap());
+    };
+    let (trajectory, ()) = tokio::join!(setup.finished(), make_room);
+    assert_eq!(trajectory.outcome.reward, 1.0);
 }

@@ -111,7 +111,7 @@ pub(super) fn scan(
         }
         return Err(BufferError::Format {
             path,
-            problem: format!("it has {file_len} bytes, less than a shard's header"),
+            problem: format!("it has {file_len} bytes, less than a shard's header; {REMEDY}"),
         });
     }
     let map = map_file(&path)?;
@@ -171,14 +171,21 @@ pub(super) fn scan(
     Ok(scan)
 }
 
+/// What to do about a file that is no readable shard.
+const REMEDY: &str = "restore it from a copy, or move it out of the folder: its trials run again unless a \
+                      batch behind the last checkpoint used them";
+
 fn check_header(path: &Path, shard: u32, bytes: &[u8]) -> Result<(), BufferError> {
     let problem = if &bytes[..8] != MAGIC {
-        "it is not a shard of a Lego-RL buffer".to_owned()
+        format!("it is not a shard of a Lego-RL buffer, or its start is damaged; {REMEDY}")
     } else if bytes[8..12] != FORMAT_VERSION.to_le_bytes() {
         let found = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]);
-        format!("format version {found}, and this program reads version {FORMAT_VERSION}")
+        format!(
+            "format version {found}, and this program reads version {FORMAT_VERSION}; finish the run with the \
+             build that wrote it, or start with another RUN_DIR"
+        )
     } else if bytes[..SHARD_HEADER_BYTES as usize] != header(shard) {
-        "its header is damaged, or the file was renamed".to_owned()
+        format!("its header is damaged, or the file was renamed; {REMEDY}")
     } else {
         return Ok(());
     };

@@ -39,12 +39,36 @@ impl RunState {
         if self.config_fingerprint == expected {
             return Ok(());
         }
+        let differences = differing(&self.config_fingerprint, expected);
         Err(CheckpointError::OtherConfiguration {
             path: path.to_owned(),
-            found: self.config_fingerprint.clone(),
-            expected: expected.to_owned(),
+            differences,
         })
     }
+}
+
+/// The `KEY=VALUE` lines in which two fingerprints differ: `KEY=THEN, now NOW`.
+fn differing(then: &str, now: &str) -> String {
+    let words = |text: &str| -> Vec<(String, String)> {
+        text.lines()
+            .map(|word| word.split_once('=').unwrap_or((word, "")))
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect()
+    };
+    let (then, now) = (words(then), words(now));
+    let value = |list: &[(String, String)], key: &str| {
+        let found = list.iter().find(|(k, _)| k == key);
+        found.map_or_else(|| "unset".to_owned(), |(_, v)| v.clone())
+    };
+    let mut keys: Vec<&str> = then.iter().chain(&now).map(|(key, _)| key.as_str()).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys.into_iter()
+        .map(|key| (key, value(&then, key), value(&now, key)))
+        .filter(|(_, then, now)| then != now)
+        .map(|(key, then, now)| format!("{key}={then}, now {now}"))
+        .collect::<Vec<_>>()
+        .join("; ")
 }
 
 /// Files that make weights usable by other programs, copied from the starting policy.

@@ -26,16 +26,14 @@ pub enum CheckpointError {
     },
     /// The run that wrote the checkpoint was configured otherwise.
     #[error(
-        "{path} was written with another configuration (fingerprint {found}, now {expected}); \
-         start a new experiment name, or restore the old settings"
+        "{path} was written with another configuration: {differences}; \
+         start with a new EXP_NAME, or set the values back"
     )]
     OtherConfiguration {
         /// `state.json`.
         path: PathBuf,
-        /// Of the checkpoint.
-        found: String,
-        /// Of this run.
-        expected: String,
+        /// `KEY=THEN, now NOW` of each value that differs.
+        differences: String,
     },
     /// The background writer did not finish in time.
     #[error(

@@ -194,12 +194,14 @@ fn retain_keeps_the_newest_and_clears_remains() {
 
 #[test]
 fn another_configuration_is_refused() {
-    let state = content(1).state;
-    assert!(state.check_fingerprint("abc", Path::new("state.json")).is_ok());
-    let error = state
-        .check_fingerprint("xyz", Path::new("state.json"))
-        .unwrap_err();
-    assert!(error.to_string().contains("abc") && error.to_string().contains("xyz"));
+    let mut state = content(1).state;
+    state.config_fingerprint = "SEED=1\nN_RESP=8\nTRAIN_FILES=/a b.parquet".into();
+    let check = |now: &str| state.check_fingerprint(now, Path::new("state.json"));
+    assert!(check(&state.config_fingerprint).is_ok());
+    let error = check("SEED=1\nN_RESP=4\nTRAIN_FILES=/a c.parquet").unwrap_err();
+    let text = error.to_string();
+    let told = "N_RESP=8, now 4; TRAIN_FILES=/a b.parquet, now /a c.parquet";
+    assert!(text.contains(told) && !text.contains("SEED"), "{text}");
 }
 
 /// Fails the operation with number `at`. After a kill, every later one fails too, like for a process

@@ -91,6 +91,39 @@ for block in open(sys.argv[1], newline='').read().split('#: ')[1:]:
     assert_eq!(String::from_utf8_lossy(&output.stdout), "");
 }
 
+/// The demo's own tasks, read by an installed `harbor` (`LEGORL_HARBOR_PYTHON`) as a whole: configuration,
+/// instruction and the files that it looks for.
+#[test]
+fn the_installed_harbor_reads_every_demo_task() {
+    let Some(python) = std::env::var_os("LEGORL_HARBOR_PYTHON") else {
+        eprintln!("SKIP harbor: LEGORL_HARBOR_PYTHON names no Python with harbor");
+        return;
+    };
+    let script = "
+import pathlib, sys
+from harbor.models.task.task import Task
+read = 0
+for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    task = Task(folder)
+    assert task.instruction.strip(), folder
+    assert Task.is_valid_dir(folder), folder
+    read += 1
+print(read)
+";
+    let tasks = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/tasks");
+    let output = Command::new(python)
+        .args(["-c", script])
+        .arg(&tasks)
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let read: usize = String::from_utf8_lossy(&output.stdout).trim().parse().unwrap();
+    let folders = std::fs::read_dir(&tasks).unwrap().count();
+    assert_eq!(read, folders);
+    eprintln!("harbor reads {read} of {folders} demo tasks");
+}
+
 #[test]
 fn findings_name_file_line_and_field() {
     let text = "schema_version = \"1.4\"\n\n[agent]\ntimeout_sec = \"long\"\ntimeout_secs = 5\n\n\

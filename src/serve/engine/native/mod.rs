@@ -9,10 +9,10 @@
 //!
 //! | Module | Holds | Needs libtorch |
 //! |---|---|---|
-//! | `scheduler`, `sequence`, `pages` | which tokens a step computes; pages and prefixes | no |
+//! | `scheduler`, `sequence`, `pages`, `states` | which tokens a step computes; pages, prefixes, states | no |
 //! | `sampler` | drawing from log-probabilities | no |
-//! | `forward`, `weights` | the network over a step's rows | yes |
-//! | `cache`, `kernels` | memory of the KV cache; row work between the matrix products | no |
+//! | `forward`, `attention`, `delta_net`, `mlp`, `weights` | the network over a step's rows | yes |
+//! | `cache`, `state_memory`, `kernels` | memory of cache and states; row work between the products | no |
 //! | `workers`, `run` | threads | – |
 //!
 //! What callers can rely on:
@@ -23,18 +23,23 @@
 //!   before the next one is sampled. Nothing that older weights computed is reused.
 //! - A prompt is computed in chunks of `max_num_batched_tokens`, between which all others decode.
 //! - Pages are reused by exact token prefix: between the turns and branches of a session and between the
-//!   samples of a group.
+//!   samples of a group. Models with a delta net reuse them as far as a snapshot of its state goes.
 //!
 //! This implementation computes in f32 on the CPU.
 
+mod attention;
 mod cache;
+mod delta_net;
 mod forward;
 mod kernels;
+mod mlp;
 mod pages;
 mod run;
 mod sampler;
 mod scheduler;
 mod sequence;
+mod state_memory;
+mod states;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -46,7 +51,7 @@ use crate::{
         WeightAck, WeightError, WeightTarget, WeightTensor, WeightUpdate,
     },
     model::{
-        hf::{Checkpoint, ModelConfig, ModelError},
+        hf::{Checkpoint, MixerKind, ModelConfig, ModelError},
         net::Policy,
     },
 };
@@ -56,6 +61,8 @@ use forward::{Forward, Shape};
 use pages::{PagePool, PAGE_TOKENS};
 use run::{Command, NewWeights, RequestBounds, Runner, Shared};
 use scheduler::{Limits, Scheduler};
+use state_memory::StateMemory;
+use states::SLOTS_A_SEAT;
 use std::{
     path::Path,
     sync::{
@@ -146,17 +153,27 @@ impl NativeEngine {
     ) -> Result<Arc<Self>, StartError> {
         check_config(&config)?;
         let num_pages = config.kv_cache_tokens / PAGE_TOKENS;
-        let shared = Arc::new(Shared::new(PagePool::new(num_pages), config.version));
-        let weights = EngineWeights::new(&model, tensors)?;
-        let cache = KvCache::new(
-            model.num_hidden_layers,
-            num_pages,
-            model.num_key_value_heads,
-            model.head_dim,
+        let with_mixer = |kind| model.layers.iter().filter(|l| l.mixer == kind).count();
+        let (attending, linear) = (
+            with_mixer(MixerKind::FullAttention),
+            with_mixer(MixerKind::LinearAttention),
         );
+        let num_slots = if linear > 0 {
+            config.max_num_seqs * SLOTS_A_SEAT
+        } else {
+            0
+        };
+        let mut pool = PagePool::new(num_pages);
+        if linear > 0 {
+            pool = pool.with_states(num_slots);
+        }
+        let shared = Arc::new(Shared::new(pool, config.version));
+        let weights = EngineWeights::new(&model, tensors)?;
+        let cache = KvCache::new(attending, num_pages, model.num_key_value_heads, model.head_dim);
         let forward = Forward {
             shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
             cache: Arc::new(cache),
+            states: Arc::new(StateMemory::new(model.linear_attention, linear, num_slots)),
             weights,
         };
         let (commands, inbox) = channel();
@@ -260,7 +277,7 @@ impl Engine for NativeEngine {
     }
 
     fn resident_prefix(&self, _session: &SessionId, prompt: &[u32]) -> usize {
-        self.shared.pool().find_prefix(prompt).len() * PAGE_TOKENS
+        self.shared.pool().find_reusable(prompt).len() * PAGE_TOKENS
     }
 
     fn end_session(&self, session: &SessionId) {

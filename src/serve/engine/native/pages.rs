@@ -18,9 +18,13 @@
 //! Eviction takes pages of ended sessions first, then the least recently released; a sequence releases its
 //! last page first, so that a prefix outlives what follows it.
 //!
+//! For models with a delta net the pool also keeps the books of their states ([`super::states`]): a prefix
+//! is then worth as much as its last snapshot, and a snapshot goes with its page.
+//!
 //! Invariant: free + idle + held = all pages, and exactly the registered pages are in the tree
 //! ([`PagePool::sanity_check`]).
 
+use super::states::{SlotId, StateOp, StatePool};
 use crate::base::SessionId;
 use std::collections::{BTreeSet, HashMap};
 
@@ -64,11 +68,13 @@ pub(super) struct PagePool {
     tree: HashMap<PageKey, PageId>,
     next_node: u64,
     clock: u64,
+    states: Option<StatePool>,
 }
 
 impl PagePool {
     pub(super) fn new(num_pages: usize) -> Self {
         Self {
+            states: None,
             pages: (0..num_pages).map(|_| Page::default()).collect(),
             free: (0..num_pages as u32).rev().map(PageId).collect(),
             idle: BTreeSet::new(),
@@ -76,6 +82,70 @@ impl PagePool {
             next_node: NodeId::ROOT.0 + 1,
             clock: 0,
         }
+    }
+
+    /// With slots for delta-net states.
+    pub(super) fn with_states(mut self, num_slots: usize) -> Self {
+        self.states = Some(StatePool::new(num_slots));
+        self
+    }
+
+    /// Whether sequences hold a state beside their pages.
+    pub(super) fn has_states(&self) -> bool {
+        self.states.is_some()
+    }
+
+    /// A state for a new sequence that goes on behind this prefix; None for models without.
+    pub(super) fn start_state(&mut self, prefix: NodeId) -> Option<SlotId> {
+        self.states.as_mut().map(|states| states.start(prefix))
+    }
+
+    /// Moves a sequence's state behind a prefix that has a snapshot.
+    pub(super) fn jump_state(&mut self, slot: SlotId, prefix: NodeId) {
+        if let Some(states) = &mut self.states {
+            states.jump(slot, prefix);
+        }
+    }
+
+    /// Keeps a sequence's state as the snapshot of a prefix.
+    pub(super) fn save_state(&mut self, slot: SlotId, prefix: NodeId) {
+        if let Some(states) = &mut self.states {
+            states.save(slot, prefix);
+        }
+    }
+
+    /// Gives up the snapshot of a prefix.
+    pub(super) fn forget_state(&mut self, prefix: NodeId) {
+        if let Some(states) = &mut self.states {
+            states.forget(prefix);
+        }
+    }
+
+    /// Gives up a sequence's state.
+    pub(super) fn release_state(&mut self, slot: SlotId) {
+        if let Some(states) = &mut self.states {
+            states.release(slot);
+        }
+    }
+
+    /// Copies of states to make before the next step, in order.
+    pub(super) fn take_state_ops(&mut self) -> Vec<StateOp> {
+        self.states.as_mut().map(StatePool::take_ops).unwrap_or_default()
+    }
+
+    /// Whether a sequence can go on behind this prefix without computing it.
+    pub(super) fn is_reusable(&self, prefix: NodeId) -> bool {
+        self.states
+            .as_ref()
+            .is_none_or(|states| states.has_snapshot(prefix))
+    }
+
+    /// [`PagePool::find_prefix`] as far as a sequence can go on behind it.
+    pub(super) fn find_reusable(&self, tokens: &[u32]) -> Vec<(PageId, NodeId)> {
+        let mut found = self.find_prefix(tokens);
+        let last = found.iter().rposition(|(_, node)| self.is_reusable(*node));
+        found.truncate(last.map_or(0, |i| i + 1));
+        found
     }
 
     pub(super) fn num_pages(&self) -> usize {
@@ -214,6 +284,9 @@ impl PagePool {
             self.page_mut(id).idle_at = None;
             self.free.push(id);
         }
+        if let Some(states) = &mut self.states {
+            states.clear();
+        }
         self.tree.clear();
         for page in &mut self.pages {
             page.registered = None;
@@ -221,8 +294,9 @@ impl PagePool {
     }
 
     fn forget(&mut self, id: PageId) {
-        if let Some((key, _)) = self.page_mut(id).registered.take() {
+        if let Some((key, node)) = self.page_mut(id).registered.take() {
             self.tree.remove(&key);
+            self.forget_state(node);
         }
     }
 
@@ -232,6 +306,19 @@ impl PagePool {
 
     fn page_mut(&mut self, id: PageId) -> &mut Page {
         &mut self.pages[id.0 as usize]
+    }
+
+    /// [`StatePool::sanity_check`] with the slots of all sequences; every snapshot belongs to a page.
+    #[cfg(test)]
+    pub(super) fn check_states(&self, live: impl Iterator<Item = SlotId>) {
+        let Some(states) = &self.states else {
+            assert_eq!(live.count(), 0);
+            return;
+        };
+        states.sanity_check(live);
+        let nodes = self.pages.iter().filter_map(|p| p.registered.as_ref());
+        let with_page = nodes.filter(|(_, node)| states.has_snapshot(*node)).count();
+        assert_eq!(with_page, states.num_snapshots(), "a snapshot outlived its page");
     }
 
     /// Checks every invariant between the tables; `holders` are the page lists of all sequences.

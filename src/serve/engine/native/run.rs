@@ -184,6 +184,8 @@ impl Runner<'_> {
         if plan.is_empty() {
             return Ok(());
         }
+        let ops = self.shared.pool().take_state_ops();
+        self.workers.move_states(&ops);
         let works = plan.iter().map(|work| self.sequence_work(work)).collect();
         let draws = self.workers.step(works)?;
         self.scheduler
@@ -198,6 +200,7 @@ impl Runner<'_> {
             start: work.start,
             tokens: sequence.tokens[work.start..work.start + work.count].to_vec(),
             pages: sequence.pages.clone(),
+            state: sequence.state,
             sample: work
                 .samples
                 .then(|| (params, sampler::uniform(params.seed, sequence.sampled() as u64))),

@@ -9,9 +9,12 @@
 //! Before a page of a prompt is computed, the prefix tree is asked again: another sequence may have
 //! computed it meanwhile. Two sequences never compute the same page in the same step; the second waits
 //! for the first.
+//!
+//! Models with a delta net reuse a prefix only as far as a snapshot of its state goes, so their prompt
+//! chunks end at page boundaries, and the last page of a prompt is computed in a step of its own.
 
 use super::{
-    pages::{to_key, PageKey, PagePool, PAGE_TOKENS},
+    pages::{to_key, NodeId, PageKey, PagePool, PAGE_TOKENS},
     sampler::Draw,
     sequence::Sequence,
 };
@@ -85,8 +88,8 @@ impl Scheduler {
             }
         }
         if let Some(i) = self.running.iter().position(|s| s.request.id == id) {
-            let sequence = self.running.remove(i);
-            pool.release(&sequence.pages, &sequence.request.session);
+            let mut sequence = self.running.remove(i);
+            sequence.release(pool);
             sequence.finish(FinishReason::Abort);
         }
     }
@@ -105,8 +108,8 @@ impl Scheduler {
 
     /// Ends every request with this error.
     pub(super) fn fail_all(&mut self, error: &EngineError, pool: &mut PagePool) {
-        for sequence in self.running.drain(..) {
-            pool.release(&sequence.pages, &sequence.request.session);
+        for mut sequence in self.running.drain(..) {
+            sequence.release(pool);
             sequence.fail(error.clone());
         }
         for sequence in self.waiting.drain(..) {
@@ -166,6 +169,7 @@ impl Scheduler {
             let decoded = sequence.decodes();
             sequence.computed += work.count;
             register_full_pages(sequence, pool);
+            sequence.save_state(decoded, pool);
             if !decoded {
                 self.prefill_tokens += work.count as u64;
             }
@@ -192,8 +196,7 @@ impl Scheduler {
             }
         }
         for index in ended.iter().rev() {
-            let sequence = self.running.remove(*index);
-            pool.release(&sequence.pages, &sequence.request.session);
+            self.running.remove(*index).release(pool);
         }
         ended.len()
     }
@@ -201,11 +204,12 @@ impl Scheduler {
     /// A closed receiver aborts.
     fn drop_closed(&mut self, pool: &mut PagePool) {
         self.waiting.retain(|s| !s.is_closed());
-        self.running.retain(|s| {
+        self.running.retain_mut(|s| {
             if s.is_closed() {
-                pool.release(&s.pages, &s.request.session);
+                s.release(pool);
+                return false;
             }
-            !s.is_closed()
+            true
         });
     }
 
@@ -226,10 +230,7 @@ impl Scheduler {
 
     /// To the front of the queue, without pages. They stay in the prefix tree as long as nobody needs them.
     fn send_back(&mut self, mut sequence: Sequence, pool: &mut PagePool) {
-        pool.release(&sequence.pages, &sequence.request.session);
-        sequence.pages.clear();
-        sequence.nodes.clear();
-        sequence.computed = 0;
+        sequence.release(pool);
         sequence.first_pass = false;
         self.waiting.push_front(sequence);
     }
@@ -244,7 +245,7 @@ impl Scheduler {
         };
         // The last token is always computed, since its logits are needed.
         let reusable = sequence.tokens.len() - 1;
-        let prefix = pool.find_prefix(&sequence.tokens[..reusable]);
+        let prefix = pool.find_reusable(&sequence.tokens[..reusable]);
         let wanted = sequence.pages_needed() - prefix.len();
         // One page in reserve for each running sequence, or it would be sent back again at once.
         if pool.available() - pool.count_idle(&prefix) < wanted + self.running.len() {
@@ -262,6 +263,7 @@ impl Scheduler {
         count_cached(&mut sequence, 0);
         sequence.pages.extend((0..wanted).map_while(|_| pool.allocate()));
         debug_assert_eq!(sequence.pages.len(), sequence.pages_needed());
+        sequence.state = pool.start_state(sequence.node());
         self.running.push(sequence);
         true
     }
@@ -270,6 +272,9 @@ impl Scheduler {
     #[cfg(test)]
     pub(super) fn sanity_check(&self, pool: &PagePool) {
         pool.sanity_check(self.running.iter().map(|s| s.pages.as_slice()));
+        pool.check_states(self.running.iter().filter_map(|s| s.state));
+        let with_state = self.running.iter().filter(|s| s.state.is_some()).count();
+        assert_eq!(with_state, if pool.has_states() { self.running.len() } else { 0 });
         assert!(self.running.len() <= self.limits.max_num_seqs);
         for s in &self.running {
             assert!(s.computed < s.tokens.len() && s.nodes.len() * PAGE_TOKENS <= s.computed);
@@ -296,25 +301,21 @@ fn prefill(
         return 0;
     }
     let before = sequence.computed;
-    let mut first = None;
-    while let Some(key) = next_page(sequence) {
-        let Some((page, node)) = pool.child(&key) else {
-            first = Some(key);
-            break;
-        };
-        pool.hold(page);
-        let blank = std::mem::replace(&mut sequence.pages[sequence.nodes.len()], page);
-        pool.release(&[blank], &sequence.request.session);
-        sequence.nodes.push(node);
-        sequence.computed += PAGE_TOKENS;
-    }
+    adopt(sequence, pool);
     count_cached(sequence, before);
-    if first.is_some_and(|key| !in_step.insert(key)) {
+    if next_page(sequence).is_some_and(|key| !in_step.insert(key)) {
         return 0;
     }
     let missing = sequence.missing();
-    if missing <= budget {
-        return missing;
+    // The state of the last page boundary before the last token is kept, so a chunk ends there.
+    let boundary = (sequence.tokens.len() - 1) / PAGE_TOKENS * PAGE_TOKENS;
+    let whole = if pool.has_states() && sequence.computed < boundary {
+        boundary - sequence.computed
+    } else {
+        missing
+    };
+    if whole <= budget {
+        return whole;
     }
     // Whole pages, so that the next chunk can adopt again.
     let end = (sequence.computed + budget) / PAGE_TOKENS * PAGE_TOKENS;
@@ -325,12 +326,45 @@ fn prefill(
     }
 }
 
+/// Takes the pages that others have computed meanwhile in the place of blank ones, as far as the sequence
+/// can go on behind them.
+fn adopt(sequence: &mut Sequence, pool: &mut PagePool) {
+    let mut found = Vec::new();
+    let mut node = sequence.node();
+    let mut start = sequence.computed;
+    while let Some(key) = page_key(sequence, node, start) {
+        let Some((page, next)) = pool.child(&key) else {
+            break;
+        };
+        found.push((page, next));
+        node = next;
+        start += PAGE_TOKENS;
+    }
+    let last = found.iter().rposition(|(_, node)| pool.is_reusable(*node));
+    found.truncate(last.map_or(0, |i| i + 1));
+    for (page, node) in &found {
+        pool.hold(*page);
+        let blank = std::mem::replace(&mut sequence.pages[sequence.nodes.len()], *page);
+        pool.release(&[blank], &sequence.request.session);
+        sequence.nodes.push(*node);
+        sequence.computed += PAGE_TOKENS;
+    }
+    if let (Some(slot), Some((_, node))) = (sequence.state, found.last()) {
+        pool.jump_state(slot, *node);
+    }
+}
+
 /// Key of the page that starts at the first token to compute; None when it would hold the last token.
 fn next_page(sequence: &Sequence) -> Option<PageKey> {
-    let start = sequence.computed;
-    let aligned = start == sequence.nodes.len() * PAGE_TOKENS;
+    page_key(sequence, sequence.node(), sequence.computed)
+}
+
+/// Key of the page behind `node` that starts at token `start`; None inside a page, and where it would hold
+/// the last token.
+fn page_key(sequence: &Sequence, node: NodeId, start: usize) -> Option<PageKey> {
+    let aligned = sequence.computed == sequence.nodes.len() * PAGE_TOKENS;
     let end = start + PAGE_TOKENS;
-    (aligned && end < sequence.tokens.len()).then(|| (sequence.node(), to_key(&sequence.tokens[start..end])))
+    (aligned && end < sequence.tokens.len()).then(|| (node, to_key(&sequence.tokens[start..end])))
 }
 
 fn register_full_pages(sequence: &mut Sequence, pool: &mut PagePool) {

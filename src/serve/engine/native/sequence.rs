@@ -1,6 +1,9 @@
 //! A generation inside the engine.
 
-use super::pages::{NodeId, PageId, PAGE_TOKENS};
+use super::{
+    pages::{NodeId, PageId, PagePool, PAGE_TOKENS},
+    states::SlotId,
+};
 use crate::base::{EngineError, EngineEvent, FinishReason, GenerateRequest, SampledToken};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -15,6 +18,10 @@ pub(super) struct Sequence {
     pub pages: Vec<PageId>,
     /// Nodes of the leading pages that are in the prefix tree.
     pub nodes: Vec<NodeId>,
+    /// Delta-net state behind the `computed` tokens; None outside the batch and for models without.
+    pub state: Option<SlotId>,
+    /// Prefix whose snapshot this sequence made while it decoded; the next one takes its place.
+    decode_snapshot: Option<NodeId>,
     /// Prompt tokens that came from the cache when it was first admitted.
     pub cached_tokens: usize,
     /// False once it has lost its pages: what is computed then is not its prompt for the first time.
@@ -31,6 +38,8 @@ impl Sequence {
             computed: 0,
             pages: Vec::new(),
             nodes: Vec::new(),
+            state: None,
+            decode_snapshot: None,
             cached_tokens: 0,
             first_pass: true,
             interruptions: 0,
@@ -60,6 +69,33 @@ impl Sequence {
     /// Pages for all tokens.
     pub(super) fn pages_needed(&self) -> usize {
         self.tokens.len().div_ceil(PAGE_TOKENS)
+    }
+
+    /// Lets go of pages and state.
+    pub(super) fn release(&mut self, pool: &mut PagePool) {
+        pool.release(&self.pages, &self.request.session);
+        if let Some(slot) = self.state.take() {
+            pool.release_state(slot);
+        }
+        self.pages.clear();
+        self.nodes.clear();
+        self.computed = 0;
+    }
+
+    /// Keeps the state where it stands at a page boundary. While it decodes, the snapshot before is given
+    /// up: the next turn starts from the last one.
+    pub(super) fn save_state(&mut self, decoded: bool, pool: &mut PagePool) {
+        let Some(slot) = self.state else { return };
+        if self.computed == 0 || self.computed != self.nodes.len() * PAGE_TOKENS {
+            return;
+        }
+        let node = self.node();
+        if decoded {
+            if let Some(before) = self.decode_snapshot.replace(node) {
+                pool.forget_state(before);
+            }
+        }
+        pool.save_state(slot, node);
     }
 
     /// Nobody listens any more.

@@ -7,6 +7,7 @@
 use super::{
     forward::{Forward, SequenceWork},
     sampler::Draw,
+    states::StateOp,
     weights::EngineWeights,
 };
 use std::{
@@ -48,6 +49,7 @@ impl Workers {
             let mut forward = Forward {
                 shape: local.shape.clone(),
                 cache: local.cache.clone(),
+                states: local.states.clone(),
                 weights: local.weights.share(),
             };
             let (jobs, inbox) = channel();
@@ -84,6 +86,11 @@ impl Workers {
         }
         self.local.weights = weights;
         Ok(())
+    }
+
+    /// Moves states before a step.
+    pub(super) fn move_states(&self, ops: &[StateOp]) {
+        self.local.states.apply(ops);
     }
 
     /// Computes a step; the draws come in the order of the sequences that sample.

@@ -23,8 +23,12 @@ fn sampling_kinds() -> Vec<SamplingParams> {
 }
 
 async fn mixed_batch_equals_naive(config: NativeEngineConfig) {
-    let policy = policy(1);
-    let engine = engine(&policy, config);
+    batch_equals_naive(&policy(1), config, 1e-5).await;
+}
+
+/// `limit` bounds the difference of log-probabilities.
+pub(super) async fn batch_equals_naive(policy: &Policy, config: NativeEngineConfig, limit: f32) {
+    let engine = engine(policy, config);
     let lengths = [1usize, 15, 16, 17, 90, 120, 33, 64, 2, 48, 100, 5];
     let kinds = sampling_kinds();
     let requests: Vec<GenerateRequest> = lengths
@@ -39,10 +43,11 @@ async fn mixed_batch_equals_naive(config: NativeEngineConfig) {
         .iter()
         .map(|r| Client::submit(&engine, r.clone()))
         .collect();
+    let mut largest = 0.0f32;
     for (client, r) in clients.into_iter().zip(&requests) {
         let ended = client.end().await.unwrap();
         assert_eq!((ended.reason, ended.interruptions), (FinishReason::Length, 0));
-        let want = naive(&policy, &r.prompt, &r.sampling, 0, r.max_new_tokens as usize);
+        let want = naive(policy, &r.prompt, &r.sampling, 0, r.max_new_tokens as usize);
         assert_eq!(
             ended.ids(),
             want.iter().map(|w| w.0).collect::<Vec<_>>(),
@@ -50,9 +55,11 @@ async fn mixed_batch_equals_naive(config: NativeEngineConfig) {
             r.id
         );
         for (got, (_, logprob)) in ended.tokens.iter().zip(want) {
-            assert!((got.logprob - logprob).abs() < 1e-5, "{} {logprob}", got.logprob);
+            largest = largest.max((got.logprob - logprob).abs());
         }
     }
+    println!("log-probabilities differ by {largest:.1e}");
+    assert!(largest < limit, "{largest}");
     settle(&engine).await;
 }
 
@@ -78,25 +85,6 @@ async fn a_cache_that_is_too_small_for_the_batch_changes_nothing() {
         ..small()
     };
     mixed_batch_equals_naive(tight).await;
-}
-
-#[tokio::test]
-async fn greedy_tokens_are_those_of_transformers() {
-    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/model/net/fixtures");
-    for name in ["qwen3", "qwen3_untied_bias"] {
-        let reference = std::fs::read(fixtures.join(format!("{name}.reference.safetensors"))).unwrap();
-        let reference = safetensors::SafeTensors::deserialize(&reference).unwrap();
-        let bytes = reference.tensor("greedy").unwrap().data().chunks_exact(8);
-        let greedy: Vec<u32> = bytes
-            .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
-            .collect();
-        let engine = NativeEngine::start(small(), &fixtures.join(name)).unwrap();
-        let mut r = request(1, "s", &greedy[..8], 64);
-        r.sampling.temperature = 0.0;
-        // transformers stops at the ids of its generation config, which the reference cleared.
-        let ended = Client::submit(&engine, r).end().await.unwrap();
-        assert_eq!(ended.ids(), greedy[8..], "{name}");
-    }
 }
 
 #[tokio::test]
@@ -134,7 +122,7 @@ async fn logprobs_are_those_of_a_full_recompute() {
     assert!(pearson(&engine_side[1..], &trainer_side[..trainer_side.len() - 1]) < 0.9);
 }
 
-fn pearson(a: &[f64], b: &[f64]) -> f64 {
+pub(super) fn pearson(a: &[f64], b: &[f64]) -> f64 {
     let mean = |x: &[f64]| x.iter().sum::<f64>() / x.len() as f64;
     let (ma, mb) = (mean(a), mean(b));
     let sum = |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(x, y)| f(x - ma, y - mb)).sum::<f64>();

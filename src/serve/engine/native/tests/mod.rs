@@ -2,6 +2,7 @@
 //! time.
 
 mod engine;
+mod families;
 mod pages;
 mod sampler;
 mod scheduler;

@@ -6,6 +6,7 @@ use super::{
         sampler::Draw,
         scheduler::{Limits, Scheduler},
         sequence::Sequence,
+        states::SLOTS_A_SEAT,
     },
     *,
 };
@@ -50,6 +51,12 @@ impl World {
             limits,
             clients: Vec::new(),
         }
+    }
+
+    /// For a model with a delta net.
+    fn with_states(mut self) -> Self {
+        self.pool = self.pool.with_states(self.limits.max_num_seqs * SLOTS_A_SEAT);
+        self
     }
 
     fn submit(&mut self, text: &[u32], max_new: u32) {
@@ -130,8 +137,11 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_request_ends_once_and_every_page_comes_back(ops in prop::collection::vec(op(), 1..50)) {
+    fn every_request_ends_once_and_every_page_comes_back(ops in prop::collection::vec(op(), 1..50), states: bool) {
         let mut world = World::new(limits(), 14);
+        if states {
+            world = world.with_states();
+        }
         for op in ops {
             match op {
                 Op::Request { family, length, max_new } => world.submit(&prompt(length, family), max_new),

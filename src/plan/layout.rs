@@ -1,0 +1,64 @@
+//! From settings to the parallel plans that [`super::memory`] is asked about.
+//!
+//! | MODEL_ENGINE | State | Head |
+//! |---|---|---|
+//! | `fsdp` | f32 on the one trainer rank of this version, reference policy beside it | rows of 2,048 |
+//! | `veomni`, `megatron` | f32 sharded over the trainer ranks, bf16 computation | whole: their loss is not fused |
+
+use super::memory::{Backward, EnginePlan, TrainPlan};
+use crate::config::{values::ModelEngine, Settings};
+
+/// Rows of logits that the native trainer holds at a time.
+const HEAD_ROWS: u64 = 2048;
+
+/// The trainer's plan.
+pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
+    // A sequence longer than the budget of a micro-batch goes alone, and its ranks share it.
+    let share = s.window_tokens().div_ceil(u64::from(s.topology.sp_size.max(1)));
+    let tokens = u64::from(s.batch.max_token_len_per_gpu).max(share);
+    let kept_blocks = if s.batch.gradient_checkpointing {
+        0
+    } else {
+        u64::MAX
+    };
+    let whole = TrainPlan {
+        shards: u64::from(s.train_ranks().max(1)),
+        weight_bytes: 4,
+        gradient_bytes: 4,
+        moment_bytes: 8,
+        master_bytes: 0,
+        reference_bytes: 0,
+        compute_bytes: 2,
+        tokens,
+        kept_blocks,
+        backward: Backward::Autograd,
+        head_rows: u64::MAX,
+        gpu,
+    };
+    match s.run.model_engine {
+        ModelEngine::Fsdp => TrainPlan {
+            shards: 1,
+            reference_bytes: if s.algorithm.use_kl_loss { 4 } else { 0 },
+            compute_bytes: 4,
+            head_rows: HEAD_ROWS,
+            ..whole
+        },
+        ModelEngine::Veomni | ModelEngine::Megatron => whole,
+    }
+}
+
+/// An engine replica's plan. The engine of this version reserves its whole cache at the start; one that
+/// takes what is left must at least hold one sequence.
+pub fn engine_plan(s: &Settings, gpu: bool) -> EnginePlan {
+    let (number_bytes, cache_tokens, sequences) = match s.run.model_engine {
+        ModelEngine::Fsdp => (4, s.engine.kv_cache_tokens, u64::from(s.engine.max_num_seqs)),
+        ModelEngine::Veomni | ModelEngine::Megatron => (2, s.window_tokens(), 1),
+    };
+    EnginePlan {
+        tensor_parallel: u64::from(s.plan.gen_tp),
+        number_bytes,
+        cache_tokens,
+        sequences,
+        gpu,
+    }
+}

@@ -1,0 +1,51 @@
+//! Scaffolds that were tried with Docker.
+
+use crate::{
+    config::{
+        values::{Backend, Scaffold},
+        Settings,
+    },
+    preflight::{ok, warn, Facts, Outcome, Rule, EVERY_RUN},
+};
+
+pub(super) const RULE: Rule = Rule {
+    id: "docker-scaffold",
+    runs: EVERY_RUN,
+    what: "SCAFFOLD is one that was tried with BACKEND=docker.",
+    why: "Claude Code and OpenCode come from a runtime image that Kubernetes mounts; with Docker it must be unpacked first.",
+    evidence: "Only OpenHands was run with a Docker daemon so far.",
+    fix: "Use BACKEND=k8s for cc and oc, or watch the first trials.",
+    check,
+};
+
+fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
+    if s.run.backend != Backend::Docker {
+        return Vec::new();
+    }
+    let scaffold = s.run.scaffold;
+    vec![match scaffold {
+        Scaffold::Cc | Scaffold::Oc => warn(format!(
+            "SCAFFOLD={scaffold} was not tried with BACKEND=docker; use k8s, or SCAFFOLD=oh"
+        )),
+        _ => ok(format!("backend=docker with {scaffold}")),
+    }]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::preflight::{rules::testing::settings, Verdict};
+
+    #[test]
+    fn mounted_agents_are_a_warning() {
+        assert!(check(&settings(&["SCAFFOLD=cc"]), None).is_empty());
+        assert_eq!(
+            check(&settings(&["BACKEND=docker", "SCAFFOLD=cc"]), None)[0].0,
+            Verdict::Warn
+        );
+        assert_eq!(
+            check(&settings(&["BACKEND=docker", "SCAFFOLD=oh"]), None)[0].0,
+            Verdict::Ok
+        );
+    }
+}
