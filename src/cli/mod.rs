@@ -27,7 +27,9 @@ pub mod model;
 pub mod place;
 pub mod report;
 pub mod run;
+pub mod serve;
 pub mod task;
+pub mod trajectory;
 
 pub use config_args::ConfigArgs;
 
@@ -96,6 +98,11 @@ enum Command {
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
+    /// Run the proxy alone, in front of one engine
+    Serve(serve::ServeArgs),
+    /// Look at what trials said
+    #[command(subcommand)]
+    Trajectory(trajectory::TrajectoryCommand),
     /// Repair a run's buffer
     #[command(subcommand)]
     Buffer(buffer::BufferCommand),
@@ -157,6 +164,8 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         Command::InitPolicy(args) => init_policy::run(parts, args),
         Command::Model(command) => model::run(parts, command),
         Command::Config(command) => config_command::run(command),
+        Command::Serve(args) => serve::run(parts, args),
+        Command::Trajectory(command) => trajectory::run(command),
         Command::Buffer(command) => buffer::run(command),
         Command::Check(args) => check::run(args),
         Command::Explain(args) => explain::run(args),

@@ -21,6 +21,7 @@ pub mod head;
 pub mod report;
 pub mod roles;
 pub mod run_lock;
+pub mod serving;
 pub mod signals;
 #[cfg(feature = "torch")]
 pub mod stages;

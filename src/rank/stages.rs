@@ -1,18 +1,14 @@
 //! From [`Settings`] to the resolved structs of the stages. One function a stage, nothing else: a stage
 //! never sees `Settings`, and what a variable means for it can be read here in one line.
 
-use super::run_lock::host_name;
+use super::{run_lock::host_name, serving};
 use crate::{
     config::settings::{
         values::{KlLossType, LossAggMode, LrScheduler, PolicyLossMode},
         Settings,
     },
     rollout::trial::{PurposeConfig, TrialRunnerConfig},
-    serve::{
-        engine::remote::RemoteConfig,
-        proxy::{router::RouterConfig, ProxyConfig},
-        session_scheduler::SchedulerConfig,
-    },
+    serve::{engine::remote::RemoteConfig, proxy::ProxyConfig},
     train::{
         algorithm::{
             gspo::Gspo, ppo_clip::PpoClip, Aggregation, KlEstimator, KlLoss, LrKind, LrSchedule, Objective,
@@ -23,7 +19,7 @@ use crate::{
     },
 };
 use anyhow::Context;
-use std::{net::ToSocketAddrs, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 /// Sampled tokens whose logits exist at the same time: 2,048 rows of a 150k vocabulary are 1.2 GB in f32.
 const HEAD_CHUNK_TOKENS: usize = 2048;
@@ -151,43 +147,10 @@ pub fn trials(settings: &Settings, owner: &str) -> TrialRunnerConfig {
     }
 }
 
-/// Admission and balancing.
-pub fn router(settings: &Settings) -> RouterConfig {
-    let s = &settings.scheduler;
-    RouterConfig {
-        scheduler: SchedulerConfig {
-            enabled: s.enabled,
-            high_watermark: s.high_watermark,
-            hit_threshold: s.hit_threshold,
-            idle_grace: s.idle_grace,
-            ..SchedulerConfig::default()
-        },
-        wait_poll: s.wait_poll,
-        ..RouterConfig::default()
-    }
-}
-
-/// The proxy.
+/// The proxy of a run.
 pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
-    let p = &settings.proxy;
-    let address = (p.host.as_str(), p.port)
-        .to_socket_addrs()
-        .with_context(|| format!("PROXY_HOST={}", p.host))?
-        .next()
-        .with_context(|| format!("PROXY_HOST={} has no address", p.host))?;
-    let model = &settings.model;
-    Ok(ProxyConfig {
-        tcp: Some(address),
-        tool_call_parser: model.tool_call_parser.name().to_owned(),
-        max_body_bytes: p.max_request_body_bytes,
-        train_branches: p.train_branches.clone(),
-        max_session_tokens: p.max_session_tokens,
-        ..ProxyConfig::new(
-            node_folder(settings)?.join("proxy.sock"),
-            model.served_model_name.clone(),
-            model.path.clone(),
-        )
-    })
+    let socket = node_folder(settings)?.join("proxy.sock");
+    Ok(serving::proxy(settings, serving::address(settings)?, socket))
 }
 
 /// Eight hexadecimal digits that stand for the run folder.

@@ -19,6 +19,7 @@ use super::{
     report::Report,
     roles::RoleMap,
     run_lock::RunLocks,
+    serving,
     signals::StopFlag,
     stages,
 };
@@ -148,7 +149,7 @@ pub fn run_head(
     let control = Control::start(stop.clone())?;
 
     let engines = make_engines(settings, comm, roles, &trainer)?;
-    let router = Arc::new(Router::new(stages::router(settings)));
+    let router = Arc::new(Router::new(serving::router(settings)));
     for (place, engine) in engines.iter().enumerate() {
         router.join(ReplicaId(place as u32), engine.clone());
     }

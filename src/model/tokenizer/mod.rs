@@ -18,10 +18,14 @@
 //! The mark is U+FDD0 U+FDD1 after the first character of the token; U+FDD0 of outside text is doubled,
 //! so every text survives. Both are Unicode noncharacters.
 //!
+//! Texts are encoded by [`fast`] where the tokenizer's settings allow it, and by the library otherwise; the
+//! ids are the same.
+//!
 //! Not supported, and refused by name when loading: tokenizers that are not byte-level
 //! (SentencePiece), since a piece of text then encodes differently at the start of a string.
 
 mod bytes;
+pub mod fast;
 mod stream;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -31,12 +35,15 @@ mod tests;
 pub use stream::DecodeStream;
 
 use aho_corasick::{AhoCorasick, MatchKind};
+use fast::FastBpe;
 use serde_json::Value;
 use std::{
     borrow::Cow,
     collections::{BTreeSet, HashMap},
     path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
 };
+use tokenizers::{NormalizedString, Normalizer};
 
 const MARK: char = '\u{fdd0}';
 const SHIELD: char = '\u{fdd1}';
@@ -78,9 +85,25 @@ struct Special {
     rstrip: bool,
 }
 
+/// Stretches that many conversations share, such as system prompts with tools.
+#[derive(Default)]
+struct Segments {
+    ids: HashMap<Box<str>, Arc<[u32]>>,
+    bytes: usize,
+}
+
+/// Shorter stretches are not worth remembering.
+const MIN_SEGMENT_BYTES: usize = 1024;
+/// Text and ids of remembered stretches; then the memory starts anew.
+const MAX_SEGMENT_BYTES: usize = 64 << 20;
+
 /// See the module documentation.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// `None` for tokenizers with settings that it does not support.
+    fast: Option<FastBpe>,
+    /// Ids of long stretches between special tokens, by their text.
+    segments: Mutex<Segments>,
     /// Finds special tokens; pattern i is `specials[i]`. `None` without special tokens.
     finder: Option<AhoCorasick>,
     specials: Vec<Special>,
@@ -104,6 +127,13 @@ impl Tokenizer {
         };
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&data).map_err(|error| invalid(error.to_string()))?;
+        let fast = match FastBpe::load(&data) {
+            Ok(fast) => Some(fast),
+            Err(reason) => {
+                tracing::info!(path = %path.display(), %reason, "the tokenizer library encodes; it is slower");
+                None
+            }
+        };
         drop(data);
         inner.set_encode_special_tokens(true);
         let mut added: Vec<(u32, tokenizers::AddedToken)> =
@@ -139,6 +169,8 @@ impl Tokenizer {
         };
         let mut this = Self {
             inner,
+            fast,
+            segments: Mutex::default(),
             finder,
             specials,
             special_ids,
@@ -224,9 +256,26 @@ impl Tokenizer {
 
     /// Encodes a rendered template: unmarked special tokens become ids, marked ones plain text.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.encode_stretches(text, false)
+    }
+
+    /// The same; long stretches between special tokens are remembered, so that what many texts share is
+    /// encoded once.
+    pub fn encode_shared(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.encode_stretches(text, true)
+    }
+
+    fn encode_stretches(&self, text: &str, shared: bool) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::with_capacity(text.len() / 3 + 8);
+        let encode = |text: &str, ids: &mut Vec<u32>| {
+            if shared && text.len() >= MIN_SEGMENT_BYTES {
+                self.encode_segment(text, ids)
+            } else {
+                self.encode_plain(text, ids)
+            }
+        };
         let Some(finder) = &self.finder else {
-            self.encode_plain(text, &mut ids)?;
+            encode(text, &mut ids)?;
             return Ok(ids);
         };
         let mut start = 0;
@@ -236,15 +285,44 @@ impl Tokenizer {
                 continue; // swallowed by the whitespace rule of the token before
             }
             let before = &text[start..found.start()];
-            self.encode_plain(if special.lstrip { before.trim_end() } else { before }, &mut ids)?;
+            encode(if special.lstrip { before.trim_end() } else { before }, &mut ids)?;
             ids.push(special.id);
             start = found.end();
             if special.rstrip {
                 start = text.len() - text[start..].trim_start().len();
             }
         }
-        self.encode_plain(&text[start..], &mut ids)?;
+        encode(&text[start..], &mut ids)?;
         Ok(ids)
+    }
+
+    fn encode_segment(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+        let lock = || self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = lock().ids.get(text).cloned() {
+            ids.extend_from_slice(&known);
+            return Ok(());
+        }
+        let from = ids.len();
+        self.encode_plain(text, ids)?;
+        let size = text.len() + (ids.len() - from) * 4;
+        let mut segments = lock();
+        if segments.bytes + size > MAX_SEGMENT_BYTES {
+            *segments = Segments::default();
+        }
+        if size <= MAX_SEGMENT_BYTES && segments.ids.insert(text.into(), ids[from..].into()).is_none() {
+            segments.bytes += size;
+        }
+        Ok(())
+    }
+
+    /// The text as the tokenizer's normaliser writes it; `None` if it fails.
+    fn normalized(&self, text: &str) -> Option<String> {
+        let mut normal = NormalizedString::from(text);
+        match self.inner.get_normalizer() {
+            Some(normalizer) => normalizer.normalize(&mut normal).ok()?,
+            None => return Some(text.to_owned()),
+        }
+        Some(normal.get().to_owned())
     }
 
     /// Encodes text from outside: nothing in it becomes a control token.
@@ -257,6 +335,13 @@ impl Tokenizer {
             return Ok(());
         }
         let text = unshield(text);
+        if let Some(fast) = &self.fast {
+            let from = ids.len();
+            if fast.encode(&text, &|text| self.normalized(text), ids).is_some() {
+                return Ok(());
+            }
+            ids.truncate(from);
+        }
         let encoding =
             self.inner
                 .encode_fast(text.as_ref(), false)

@@ -103,7 +103,7 @@ pub(crate) fn write_folder(dir: &Path) {
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"},
+            {"type": "Split", "pattern": {"Regex": crate::model::bpe::QWEN2_PATTERN},
              "behavior": "Isolated", "invert": false},
             {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}]},
         "post_processor": null,

@@ -4,3 +4,4 @@
 pub mod native;
 pub mod remote;
 pub mod scripted;
+pub mod vllm;

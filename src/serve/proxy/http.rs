@@ -14,7 +14,7 @@ use super::{
     Shared,
 };
 use axum::{
-    body::{Body, Bytes},
+    body::{Body, Bytes, HttpBody},
     extract::{DefaultBodyLimit, Path, Request, State},
     http::{header, HeaderMap, Method, StatusCode},
     response::{IntoResponse, Response},
@@ -250,6 +250,8 @@ pub fn same_secret(a: &str, b: &str) -> bool {
 /// Reads a body up to the limit. What is beyond is read and thrown away up to four times the limit, so
 /// that the client has sent its request and reads the answer.
 async fn read_body(body: Body, limit: usize) -> Result<Bytes, ApiError> {
+    // The announced length, so that pieces are joined without moving what is there.
+    let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
     let mut stream = body.into_data_stream();
     let mut first = Bytes::new();
     let mut joined: Vec<u8> = Vec::new();
@@ -266,6 +268,9 @@ async fn read_body(body: Body, limit: usize) -> Result<Bytes, ApiError> {
         } else if first.is_empty() && joined.is_empty() {
             first = piece;
         } else {
+            if joined.is_empty() {
+                joined.reserve_exact(announced.min(limit).max(first.len() + piece.len()));
+            }
             joined.extend_from_slice(&std::mem::take(&mut first));
             joined.extend_from_slice(&piece);
         }

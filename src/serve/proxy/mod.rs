@@ -63,7 +63,7 @@ use std::{
     net::SocketAddr,
     path::PathBuf,
     sync::{
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
         Arc, Mutex, PoisonError, RwLock,
     },
     time::Duration,
@@ -204,6 +204,7 @@ pub struct Shared {
     router: Arc<Router>,
     sessions: RwLock<HashMap<Arc<str>, Arc<Session>>>,
     draining: AtomicBool,
+    running_turns: AtomicUsize,
     counters: metrics::Counters,
     handle: Handle,
 }
@@ -264,6 +265,7 @@ impl Proxy {
             router,
             sessions: RwLock::default(),
             draining: AtomicBool::new(false),
+            running_turns: AtomicUsize::new(0),
             counters: metrics::Counters::default(),
             handle: runtime.handle().clone(),
         });
@@ -322,6 +324,11 @@ impl Proxy {
     /// Requests get 429 or 529 with retry-after, and no session opens; running turns go on.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Turns that are generated now.
+    pub fn running_turns(&self) -> usize {
+        self.shared.running_turns.load(Ordering::Relaxed)
     }
 
     /// Drains, cancels what runs, and ends the threads. Sessions can still be closed afterwards.

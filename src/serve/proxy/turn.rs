@@ -80,9 +80,27 @@ enum Outcome {
     Closed(Closed),
 }
 
+/// Counts a turn while it runs.
+struct Running<'s>(&'s Shared);
+
+impl<'s> Running<'s> {
+    fn new(shared: &'s Shared) -> Self {
+        shared.running_turns.fetch_add(1, Ordering::Relaxed);
+        Self(shared)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.running_turns.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Runs the turn to its end.
 pub async fn drive(job: Job) {
     let started = Instant::now();
+    let shared = job.shared.clone();
+    let _running = Running::new(&shared);
     let limits = &job.session.spec.limits;
     let room = limits.max_total_tokens - job.live.prompt.len() as u32;
     let wanted = job.request.max_tokens.unwrap_or(u32::MAX);

@@ -5,8 +5,11 @@
 //! deterministic ([`scripted_logprob`]), so a test can tell that each one arrived at its token. Replies
 //! with delays run as tasks of the runtime that calls [`Engine::submit`]; others are sent at once.
 
+mod file;
 #[cfg(test)]
 mod tests;
+
+pub use file::{read_replies, ReplyFileError};
 
 use crate::base::{
     Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, PolicyVersion, RequestId,
@@ -48,7 +51,8 @@ impl From<Vec<u32>> for ScriptedReply {
     }
 }
 
-/// Gives the reply to a request; the number counts requests from 0.
+/// Gives the reply to a request; the number counts requests from 0, of all sessions or of the request's own
+/// ([`ScriptedEngine::by_session`]).
 pub type Script = Box<dyn Fn(&GenerateRequest, u64) -> ScriptedReply + Send + Sync>;
 
 /// The log-probability that a scripted token carries: a function of its id and its place in the reply.
@@ -69,8 +73,34 @@ struct Shared {
 #[derive(Default)]
 struct State {
     running: HashMap<RequestId, (Arc<Notify>, u64)>,
-    resident: HashMap<SessionId, Vec<u32>>,
+    resident: HashMap<SessionId, Resident>,
     log: Option<Vec<GenerateRequest>>,
+    /// Requests by session, if they are counted so.
+    served: Option<HashMap<SessionId, u64>>,
+}
+
+/// What a session's last turn left in the pretended cache.
+struct Resident {
+    prompt: Arc<[u32]>,
+    reply: Vec<u32>,
+}
+
+impl Resident {
+    /// Leading tokens of `prompt` that are here.
+    fn prefix(&self, prompt: &[u32]) -> usize {
+        let common = |held: &[u32], asked: &[u32]| {
+            let length = held.len().min(asked.len());
+            if held[..length] == asked[..length] {
+                return length;
+            }
+            held.iter().zip(asked).take_while(|(a, b)| a == b).count()
+        };
+        let first = common(&self.prompt, prompt);
+        if first < self.prompt.len() {
+            return first;
+        }
+        first + common(&self.reply, &prompt[first..])
+    }
 }
 
 /// See the module documentation.
@@ -109,6 +139,12 @@ impl ScriptedEngine {
                 },
             }),
         )
+    }
+
+    /// Counts requests by session: each session's script begins at 0.
+    pub fn by_session(self) -> Self {
+        self.shared.lock().served = Some(HashMap::new());
+        self
     }
 
     /// Keeps every request for [`ScriptedEngine::requests`] (and its memory).
@@ -189,9 +225,13 @@ impl Shared {
         {
             let mut state = self.lock();
             state.running.remove(&request.id);
-            let mut tokens = request.prompt.to_vec();
-            tokens.extend(&reply.tokens[..sent]);
-            state.resident.insert(request.session.clone(), tokens);
+            let mut tokens = reply.tokens;
+            tokens.truncate(sent);
+            let resident = Resident {
+                prompt: request.prompt,
+                reply: tokens,
+            };
+            state.resident.insert(request.session, resident);
         }
         let failed = reply
             .failure
@@ -211,7 +251,12 @@ impl Shared {
 
 impl Engine for ScriptedEngine {
     fn submit(&self, request: GenerateRequest, events: UnboundedSender<EngineEvent>) {
-        let number = self.shared.requests.fetch_add(1, Ordering::Relaxed);
+        let mut number = self.shared.requests.fetch_add(1, Ordering::Relaxed);
+        if let Some(served) = &mut self.shared.lock().served {
+            let count = served.entry(request.session.clone()).or_default();
+            number = *count;
+            *count += 1;
+        }
         let reply = (self.shared.script)(&request, number);
         let cached = self.resident_prefix(&request.session, &request.prompt) as u32;
         self.shared
@@ -263,11 +308,15 @@ impl Engine for ScriptedEngine {
         let Some(held) = state.resident.get(session) else {
             return 0;
         };
-        held.iter().zip(prompt).take_while(|(a, b)| a == b).count()
+        held.prefix(prompt)
     }
 
     fn end_session(&self, session: &SessionId) {
-        self.shared.lock().resident.remove(session);
+        let mut state = self.shared.lock();
+        state.resident.remove(session);
+        if let Some(served) = &mut state.served {
+            served.remove(session);
+        }
     }
 }
 

@@ -118,8 +118,10 @@ impl Renderer {
         let Some(think) = self.think else {
             return Thinking::None;
         };
-        let tail = &prompt[prompt.len().saturating_sub(PROMPT_TAIL_TOKENS)..];
-        match tail.iter().rev().find(|id| think.contains(id)) {
+        // After the last control token, where the template speaks; before it others do.
+        let tail = prompt.iter().rev().take(PROMPT_TAIL_TOKENS);
+        let mut spoken = tail.take_while(|id| !self.tokenizer.is_special(**id));
+        match spoken.find(|id| think.contains(id)) {
             Some(id) if *id == think[0] => Thinking::Open,
             _ => Thinking::Possible,
         }
@@ -194,7 +196,9 @@ impl Renderer {
         tools: Option<&[Value]>,
         limit: usize,
     ) -> Result<Vec<u32>, RenderError> {
-        self.encode(&self.text(messages, tools, true)?, limit)
+        let text = self.text(messages, tools, true)?;
+        self.precount(&text, limit)?;
+        Ok(self.tokenizer.encode_shared(&text)?)
     }
 
     /// Tokens from the end of a sampled reply to where the assistant begins again. `reply` is the reply as
@@ -206,10 +210,13 @@ impl Renderer {
         new: &[Value],
         limit: usize,
     ) -> Result<Vec<u32>, RenderError> {
-        self.encode(&self.suffix_text(reply, ended, new)?, limit)
+        let text = self.suffix_text(reply, ended, new)?;
+        self.precount(&text, limit)?;
+        Ok(self.tokenizer.encode_rendered(&text)?)
     }
 
-    fn encode(&self, text: &str, limit: usize) -> Result<Vec<u32>, RenderError> {
+    /// Refuses a long text that certainly has more than `limit` tokens.
+    fn precount(&self, text: &str, limit: usize) -> Result<(), RenderError> {
         if text.len() > PRECOUNT_BYTES {
             let (mut counted, mut chunks, mut rest) = (0, 0, text);
             while !rest.is_empty() {
@@ -228,7 +235,7 @@ impl Renderer {
                 }
             }
         }
-        Ok(self.tokenizer.encode_rendered(text)?)
+        Ok(())
     }
 
     fn suffix_text(&self, reply: &Value, ended: bool, new: &[Value]) -> Result<String, RenderError> {

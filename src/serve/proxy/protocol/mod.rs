@@ -165,3 +165,132 @@ fn max_tokens(name: &str, value: Option<i64>) -> Result<Option<u32>, ApiError> {
         ))),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::proxy::{body::Nothing, fuzz_cases};
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    /// JSON that looks like requests: right names with right and wrong values.
+    fn value() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i32>().prop_map(Value::from),
+            prop::sample::select(vec![
+                "user",
+                "assistant",
+                "system",
+                "tool",
+                "text",
+                "thinking",
+                "tool_use",
+                "tool_result",
+                "function_call",
+                "function_call_output",
+                "reasoning",
+                "message",
+                "(no content)",
+                "",
+                "{}"
+            ])
+            .prop_map(Value::from),
+            "\\PC{0,6}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 24, 5, |inner| {
+            let names = prop::sample::select(vec![
+                "role",
+                "content",
+                "type",
+                "text",
+                "tool_calls",
+                "function",
+                "name",
+                "arguments",
+                "id",
+                "input",
+                "thinking",
+                "tool_use_id",
+                "call_id",
+                "output",
+                "summary",
+                "input_schema",
+                "parameters",
+            ]);
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::Array),
+                prop::collection::vec((names, inner), 0..6)
+                    .prop_map(|m| Value::Object(m.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())),
+            ]
+        })
+    }
+
+    fn request() -> impl Strategy<Value = Value> {
+        let names = prop::sample::select(vec![
+            "messages",
+            "input",
+            "system",
+            "instructions",
+            "tools",
+            "stream",
+            "n",
+            "max_tokens",
+            "stop",
+            "stop_sequences",
+            "thinking",
+            "tool_choice",
+            "stream_options",
+            "include",
+            "background",
+        ]);
+        (value(), value(), prop::collection::vec((names, value()), 0..5)).prop_map(
+            |(messages, input, others)| {
+                let mut body = json!({"messages": messages, "input": input});
+                for (name, value) in others {
+                    body[name] = value;
+                }
+                body
+            },
+        )
+    }
+
+    fn read_all(body: &[u8]) {
+        for protocol in [Protocol::Chat, Protocol::Messages, Protocol::Responses] {
+            let Ok(ask) = protocol.read(body, &mut Nothing) else {
+                continue;
+            };
+            for item in &ask.items {
+                for message in item.messages().unwrap_or_default() {
+                    let _ = crate::serve::proxy::capture::Canonical::of(&message);
+                }
+            }
+            let _ = ask.tools.map(|tools| tools.tools());
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(fuzz_cases(1000)))]
+        #[test]
+        fn readers_take_or_refuse_whatever_comes(body in request(), cut in any::<prop::sample::Index>(), byte in any::<u8>()) {
+            let mut body = body.to_string().into_bytes();
+            read_all(&body);
+            let at = cut.index(body.len());
+            body[at] = byte;
+            read_all(&body);
+        }
+
+        /// Whatever a reply says, an event is one `data` line and an empty one.
+        #[test]
+        fn an_event_never_breaks_its_frame(text in any::<String>(), control in "[\r\n\u{2028}\u{0}\u{85}:dat ]{0,12}") {
+            let value = json!({"type": "x", "content": format!("{text}{control}")});
+            let mut out = Vec::new();
+            event(&mut out, &value);
+            let out = String::from_utf8(out).unwrap();
+            let line = out.strip_prefix("event: x\ndata: ").unwrap().strip_suffix("\n\n").unwrap();
+            prop_assert!(!line.contains(['\n', '\r']));
+            prop_assert_eq!(serde_json::from_str::<Value>(line).unwrap(), value);
+        }
+    }
+}
