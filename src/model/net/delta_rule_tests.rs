@@ -65,10 +65,10 @@ fn recurrent(x: &Inputs, lengths: &[i64]) -> Tensor {
         let mut state = Tensor::zeros([VALUE_HEADS, KEY_DIM, VALUE_DIM], (x.v.kind(), Device::Cpu));
         for _ in 0..*length {
             let (k, q) = (k.get(t).unsqueeze(-1), q.get(t).unsqueeze(1));
-            state *= g.get(t).exp().view([-1, 1, 1]);
+            state = &state * g.get(t).exp().view([-1, 1, 1]);
             let read = (&state * &k).sum_dim_intlist(1, false, None::<Kind>);
             let update = (x.v.get(t) - read) * beta.get(t).unsqueeze(-1);
-            state += k * update.unsqueeze(1);
+            state = &state + k * update.unsqueeze(1);
             rows.push(q.matmul(&state).squeeze_dim(1));
             t += 1;
         }
