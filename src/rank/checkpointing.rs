@@ -104,6 +104,7 @@ impl Checkpointing {
             export: snapshot.actor.clone(),
             actor: snapshot.actor,
             optimizer: snapshot.optimizer,
+            critic: snapshot.critic,
             state: RunState {
                 global_step: snapshot.version.0,
                 weight_version: snapshot.version,

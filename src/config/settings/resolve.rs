@@ -75,7 +75,8 @@ fn is_unset(text: &str) -> bool {
     text.is_empty() || text.eq_ignore_ascii_case("null") || text.eq_ignore_ascii_case("none")
 }
 
-struct Resolver<'a> {
+/// Reads variables and collects what is wrong with them.
+pub(super) struct Resolver<'a> {
     layered: &'a Layered,
     problems: Vec<ValueProblem>,
     derived: Derived,
@@ -85,7 +86,7 @@ struct Resolver<'a> {
 
 impl Resolver<'_> {
     /// The checked text, or the default's; `None` when there is none or when it is wrong (recorded).
-    fn text(&mut self, name: &'static str) -> Option<String> {
+    pub(super) fn text(&mut self, name: &'static str) -> Option<String> {
         #[cfg(test)]
         self.read.insert(name);
         let Some(variable) = variables::find(name) else {
@@ -112,7 +113,7 @@ impl Resolver<'_> {
         }
     }
 
-    fn problem(&mut self, name: &str, problem: String) {
+    pub(super) fn problem(&mut self, name: &str, problem: String) {
         self.problems.push(ValueProblem {
             name: name.to_owned(),
             origin: self.layered.get(name).map(|entry| entry.source.to_string()),
@@ -120,7 +121,7 @@ impl Resolver<'_> {
         });
     }
 
-    fn string(&mut self, name: &'static str) -> String {
+    pub(super) fn string(&mut self, name: &'static str) -> String {
         self.text(name).unwrap_or_default()
     }
 
@@ -132,7 +133,7 @@ impl Resolver<'_> {
         self.int(name).and_then(|n| u32::try_from(n).ok()).unwrap_or(1)
     }
 
-    fn opt_u32(&mut self, name: &'static str) -> Option<u32> {
+    pub(super) fn opt_u32(&mut self, name: &'static str) -> Option<u32> {
         self.int(name).and_then(|n| u32::try_from(n).ok())
     }
 
@@ -145,7 +146,7 @@ impl Resolver<'_> {
         self.text(name).and_then(|text| text.parse().ok())
     }
 
-    fn f64(&mut self, name: &'static str) -> f64 {
+    pub(super) fn f64(&mut self, name: &'static str) -> f64 {
         self.opt_f64(name).unwrap_or_default()
     }
 
@@ -157,12 +158,17 @@ impl Resolver<'_> {
         self.text(name).and_then(|text| parse_bool(&text))
     }
 
-    fn bool(&mut self, name: &'static str) -> bool {
+    pub(super) fn bool(&mut self, name: &'static str) -> bool {
         self.opt_bool(name).unwrap_or_default()
     }
 
     /// A wrong name was recorded as a problem; `fallback` then never leaves [`resolve`].
-    fn choice<T>(&mut self, name: &'static str, from_name: fn(&str) -> Option<T>, fallback: T) -> T {
+    pub(super) fn choice<T>(
+        &mut self,
+        name: &'static str,
+        from_name: fn(&str) -> Option<T>,
+        fallback: T,
+    ) -> T {
         self.text(name)
             .and_then(|text| from_name(&text))
             .unwrap_or(fallback)
@@ -283,7 +289,7 @@ fn read(r: &mut Resolver<'_>) -> Settings {
             agent_max_timeout: r.seconds("HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC"),
             max_retries: r.opt_u32("HARBOR_VAL_MAX_RETRIES").unwrap_or_default(),
         },
-        algorithm: algorithm(r),
+        algorithm: super::algorithm::read(r),
         optim: optim(r),
         rollout: RolloutSettings {
             n_concurrent: r.u32("N_CONCURRENT"),
@@ -401,36 +407,12 @@ fn sampling(r: &mut Resolver<'_>, [temperature, top_p, top_k]: [&'static str; 3]
     }
 }
 
-fn algorithm(r: &mut Resolver<'_>) -> AlgorithmSettings {
-    AlgorithmSettings {
-        adv_estimator: r.choice("ADV_ESTIMATOR", AdvEstimator::from_name, AdvEstimator::Grpo),
-        norm_adv_by_std: r.bool("NORM_ADV_BY_STD_IN_GRPO"),
-        policy_loss_mode: r.choice(
-            "POLICY_LOSS_MODE",
-            PolicyLossMode::from_name,
-            PolicyLossMode::Gspo,
-        ),
-        clip_low: r.f64("CLIP_LOW"),
-        clip_high: r.f64("CLIP_HIGH"),
-        clip_ratio_c: r.f64("CLIP_RATIO_C"),
-        loss_agg_mode: r.choice(
-            "LOSS_AGG_MODE",
-            LossAggMode::from_name,
-            LossAggMode::SeqMeanTokenMean,
-        ),
-        entropy_coeff: r.f64("ENTROPY_COEFF"),
-        rollout_correction_bypass: r.bool("ROLLOUT_CORRECTION_BYPASS"),
-        use_kl_loss: r.bool("USE_KL_LOSS"),
-        kl_loss_coef: r.f64("KL_LOSS_COEF"),
-        kl_loss_type: r.choice("KL_LOSS_TYPE", KlLossType::from_name, KlLossType::LowVarKl),
-    }
-}
-
 fn optim(r: &mut Resolver<'_>) -> OptimSettings {
     OptimSettings {
         lr: r.f64("ACTOR_LR"),
         scheduler: r.choice("LR_SCHEDULER", LrScheduler::from_name, LrScheduler::Constant),
         warmup_steps: r.opt_u32("LR_WARMUP_STEPS").unwrap_or_default(),
+        min_ratio: r.f64("LR_MIN_RATIO"),
         weight_decay: r.f64("WEIGHT_DECAY"),
         beta1: r.f64("ADAM_BETA1"),
         beta2: r.f64("ADAM_BETA2"),

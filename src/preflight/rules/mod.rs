@@ -11,6 +11,7 @@ mod not_in_this_version;
 mod open_files;
 mod placeholder;
 mod proxy_port;
+mod rollout_correction;
 mod sampling;
 mod sandbox;
 mod staleness;
@@ -33,6 +34,7 @@ pub const ALL: &[&Rule] = &[
     &group_size::RULE,
     &context_window::RULE,
     &clip_range::RULE,
+    &rollout_correction::RULE,
     &sampling::RULE,
     &lr_schedule::RULE,
     &staleness::RULE,

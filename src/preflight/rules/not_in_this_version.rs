@@ -2,7 +2,7 @@
 
 use crate::{
     config::{
-        values::{AdvEstimator, Backend, ModelEngine, Scaffold, ToolCallParser},
+        values::{Backend, ModelEngine, Scaffold, ToolCallParser},
         Settings,
     },
     preflight::{Facts, Outcome, Rule, Verdict},
@@ -10,7 +10,7 @@ use crate::{
 
 pub(super) const RULE: Rule = Rule {
     id: "not-in-this-version",
-    what: "Backend, engine, scaffold, estimator and parser are parts of this version.",
+    what: "Backend, engine, scaffold and parser are parts of this version.",
     why: "The value is a valid name, and the part behind it does not exist here.",
     evidence: "By definition: the list in this rule is what the program can start.",
     fix: "Choose one of the values that the finding names.",
@@ -19,7 +19,7 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let run = &s.run;
-    let rows: [(&str, &str, &str, bool); 6] = [
+    let rows: [(&str, &str, &str, bool); 5] = [
         (
             "BACKEND",
             run.backend.name(),
@@ -37,12 +37,6 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             run.scaffold.name(),
             "mini",
             run.scaffold == Scaffold::Mini,
-        ),
-        (
-            "ADV_ESTIMATOR",
-            s.algorithm.adv_estimator.name(),
-            "grpo",
-            s.algorithm.adv_estimator == AdvEstimator::Grpo,
         ),
         (
             "TOOL_CALL_PARSER",
