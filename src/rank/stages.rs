@@ -338,3 +338,6 @@ pub fn fingerprint(settings: &Settings, model: &crate::model::hf::ModelConfig) -
         crc32fast::hash(model.to_value().to_string().as_bytes())
     )
 }
+
+#[cfg(test)]
+mod tests;

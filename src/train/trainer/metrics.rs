@@ -114,15 +114,7 @@ impl MetricsBuilder {
         self.put("trajectory/without_sampled_tokens", untrainable.count() as f64);
 
         let groups = &batch.groups;
-        let rewards = |place: usize| -> Vec<f64> {
-            let members = samples.trials.iter().filter(|trial| trial.group == place);
-            members.map(|trial| trial.reward).collect()
-        };
-        let uninformative = (0..groups.len())
-            .filter(|place| rewards(*place).windows(2).all(|p| p[0] == p[1]))
-            .count();
         self.put("group/count", groups.len() as f64);
-        self.put("group/without_advantage", uninformative as f64);
         let lags: Vec<f64> = groups
             .iter()
             .map(|g| f64::from(batch.step - 1) - f64::from(g.start_version.0))
@@ -152,8 +144,17 @@ impl MetricsBuilder {
         self.put("perf/total_num_tokens", tokens as f64);
     }
 
-    /// Rewards after penalties, advantages, and what the critic predicts and should predict.
-    pub(super) fn add_advantages(&mut self, samples: &Samples) {
+    /// Rewards after penalties, groups that offer no comparison, advantages, and what the critic predicts
+    /// and should predict.
+    pub(super) fn add_advantages(&mut self, batch: &TrainBatch, samples: &Samples) {
+        let of_group = |place: usize| -> Vec<f64> {
+            let members = samples.trials.iter().filter(|trial| trial.group == place);
+            members.map(|trial| trial.score).collect()
+        };
+        let uninformative = (0..batch.groups.len())
+            .filter(|place| of_group(*place).windows(2).all(|p| p[0] == p[1]))
+            .count();
+        self.put("group/without_advantage", uninformative as f64);
         let scores: Vec<f64> = samples.trials.iter().map(|t| t.score).collect();
         self.put_spread("critic/rewards", &scores);
         let column = |of: fn(&super::samples::Sample) -> &Vec<f64>| -> Vec<f64> {

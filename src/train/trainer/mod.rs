@@ -171,7 +171,7 @@ impl Trainer {
         let begin = Instant::now();
         self.penalise(&mut samples, &mut metrics);
         samples.assign_advantages(&self.config.estimator);
-        metrics.add_advantages(&samples);
+        metrics.add_advantages(batch, &samples);
         let (importance, rejection) = samples.correct(&self.config);
         timer.lap("adv", begin);
 
