@@ -172,12 +172,8 @@ fn the_demo_learns_with_ppo_and_with_gspo() {
         experiment.finish(Duration::from_secs(1800));
         check_learning(&experiment, name);
         check_correlation(&experiment, name);
-        let last = experiment
-            .metrics()
-            .into_values()
-            .filter(|r| r.contains_key(REWARD))
-            .next_back()
-            .unwrap();
+        let rows = experiment.metrics().into_values();
+        let last = rows.rev().find(|row| row.contains_key(REWARD)).unwrap();
         if name == "ppo" {
             assert!(
                 last["critic/vf_explained_var"] > 0.0,

@@ -150,13 +150,7 @@ mod reference {
     }
 
     pub fn distance(kind: u8, r: f64) -> f64 {
-        let r = if r > 20.0 {
-            20.0
-        } else if r < -20.0 {
-            -20.0
-        } else {
-            r
-        };
+        let r = r.signum() * r.abs().min(20.0);
         match kind {
             1 => -r,
             2 => r.powi(2) / 2.0,

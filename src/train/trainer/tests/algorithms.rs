@@ -91,7 +91,7 @@ fn critic_gradients_equal_those_of_one_graph() {
                     let held = values.clamp_tensor(Some(&old - 0.2), Some(&old + 0.2));
                     let square = |x: &Tensor| (x - &target).square();
                     let tokens = square(&values).maximum(&square(&held)) / 2.0;
-                    loss = loss + tokens.mean(Kind::Double) * (sample.weight / weight_sum);
+                    loss += tokens.mean(Kind::Double) * (sample.weight / weight_sum);
                 }
                 assert!((loss.double_value(&[]) - sums.loss).abs() < limit);
                 let parameters: Vec<Tensor> = critic.parameters().into_iter().map(|(_, p)| p).collect();
