@@ -26,6 +26,8 @@ fi
 [ "$level" = long ] || exit 0
 report=target/test-reports/$(date -u +%Y-%m-%dT%H%M).md
 mkdir -p "$(dirname "$report")"
+# Random inputs of each property of the configuration language.
+export LEGORL_FUZZ_CASES=${LEGORL_FUZZ_CASES:-1000000}
 {
   echo "# Long test run, $(date -u +%FT%TZ)"
   echo

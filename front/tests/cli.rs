@@ -170,6 +170,10 @@ fn usage_and_file_errors_have_their_codes() {
             2,
             "cannot be used with",
         ),
+        (&["--set", "NOVALUE", "run.env"][..], 2, "--set NAME=VALUE"),
+        (&["trian", "run.env"][..], 2, "train"),
+        (&["run.env", "more.env"][..], 2, "more.env"),
+        (&["--structure-only", "run.evn"][..], 1, "did you mean run.env?"),
         (&["nope.env"][..], 1, "config not found"),
         (&["--set", "N_RESP=x", "run.env"][..], 1, "--set N_RESP"),
         (&["--version"][..], 0, "legorl-rank"),
@@ -208,12 +212,216 @@ fn only_rank_0_prints() {
         (code(&quiet), out(&quiet), err(&quiet)),
         (0, String::new(), String::new())
     );
-    let missing = on_rank("1", "nope.env");
-    assert_eq!(code(&missing), 1);
+    // A check is one answer, wherever it is asked.
+    let wrong = "PROJECT_NAME=p\nN_RESP=zero\n";
+    fs::write(folder.path().join("wrong.env"), wrong).unwrap();
+    for config in ["nope.env", "wrong.env"] {
+        let (first, second) = (on_rank("0", config), on_rank("1", config));
+        assert_eq!((code(&first), code(&second)), (1, 1));
+        assert!(err(&first).starts_with("[FATAL] "), "{}", err(&first));
+        assert_eq!(out(&second) + &err(&second), "");
+    }
+    // A launch that fails because one node lacks the file is explained by that node.
+    let launch = command(&["nope.env"], folder.path())
+        .env("SLURM_PROCID", "1")
+        .output()
+        .unwrap();
+    assert_eq!(code(&launch), 1);
+    assert!(err(&launch).starts_with("[rank 1] [FATAL] config not found"));
+    // Every launcher's variables are understood.
+    for rank in ["PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"] {
+        let output = command(&["--structure-only", "run.env"], folder.path())
+            .env(rank, "3")
+            .output()
+            .unwrap();
+        assert_eq!((code(&output), out(&output)), (0, String::new()), "{rank}");
+    }
+}
+
+/// Ranks besides the first look at the machine too, so that a step of checks ends with one code.
+#[test]
+fn every_rank_ends_a_check_with_the_code_of_the_first() {
+    let folder = folder_with(SOUND);
+    for mode in ["--preflight-only", "--dry-run"] {
+        let codes = ["0", "1"].map(|rank| {
+            let output = command(&[mode, "run.env"], folder.path())
+                .env("SLURM_PROCID", rank)
+                .output()
+                .unwrap();
+            assert_eq!(out(&output).is_empty(), rank == "1", "only rank 0 prints");
+            code(&output)
+        });
+        assert_eq!(codes, [1, 1], "MODEL_PATH is missing on this machine");
+    }
+}
+
+#[test]
+fn evaluations_and_sampling_runs_are_checked_and_not_launched() {
+    let folder = folder_with("PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=m\nDATASET_NAME=d\n");
+    let infer = "PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=m\nINDEX_FILE=i\nRESULTS_DIR=r\nOUTPUT_INDEX=o\n";
+    fs::write(folder.path().join("infer.env"), infer).unwrap();
+    for (kind, config) in [("eval", "run.env"), ("infer", "infer.env")] {
+        let output = run(&[kind, "--structure-only", config], folder.path());
+        let text = out(&output);
+        assert_eq!(code(&output), 0, "{text}{}", err(&output));
+        assert!(text.contains(&format!("run configuration ({kind})")), "{text}");
+        // The command may follow its flags, as under srun scripts that add them.
+        let output = run(&["--structure-only", kind, config], folder.path());
+        assert_eq!(code(&output), 0);
+        for arguments in [&[kind, "--preflight-only", config][..], &[kind, config][..]] {
+            let output = run(arguments, folder.path());
+            assert_eq!(code(&output), 1, "MODEL_PATH is missing: {}", out(&output));
+        }
+    }
+    let output = run(&["eval", "--structure-only", "infer.env"], folder.path());
+    assert_eq!(code(&output), 1);
     assert!(
-        err(&missing).starts_with("[rank 1] [FATAL] config not found"),
-        "a node without the file says so"
+        err(&output).contains("DATASET_PATH has no value"),
+        "{}",
+        err(&output)
     );
+}
+
+/// Every row of the table of common failures, as a new user meets it.
+#[test]
+fn common_failures_say_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = |change: &dyn Fn(String) -> String| {
+        let text = "BACKEND=k8s\nSCAFFOLD=ohsdk\nTRAINING_MODE=sync\nMODEL_ENGINE=veomni\nPROJECT_NAME=p\nEXP_NAME=e\n\
+            MODEL_PATH=/models/Qwen3.5-35B-A3B\nTOOL_CALL_PARSER=qwen3_coder\nTRAIN_FILES=/t.parquet\nVAL_FILES=/v.parquet\n\
+            K8S_KUBECONFIG=/kube\nNNODES=1\nN_NODES_TRAIN=1\nN_NODES_ROLLOUT=0\nTOTAL_EPOCHS=1\nMAX_RESP=58304\n\
+            HARBOR_K8S_INLINE_BUILD=true\nTEMPLATE_MODULES=( runtime/process.env backend/${BACKEND}.env harbor/common.env\n\
+            scaffold/${SCAFFOLD}.env verl/common.env verl/${TRAINING_MODE}.env verl/${MODEL_ENGINE}.env )\n";
+        fs::write(folder.path().join("run.env"), change(text.to_owned())).unwrap();
+        run(&["--structure-only", "run.env"], folder.path())
+    };
+    let sound = cluster(&|text| text);
+    assert_eq!(code(&sound), 0, "{}{}", out(&sound), err(&sound));
+
+    let output = run(&["--structure-only", "configs/run.env"], folder.path());
+    assert_eq!(code(&output), 1);
+    let text = err(&output);
+    assert!(
+        text.contains("config not found: `configs/run.env`")
+            && text.contains("counts from the working directory"),
+        "{text}"
+    );
+
+    let output = cluster(&|text| text.replace("/models/Qwen3.5-35B-A3B", "CHANGEME"));
+    assert_eq!(code(&output), 0, "expected until it is filled in");
+    assert!(
+        out(&output).contains("⚠ WARN") && out(&output).contains("CHANGEME"),
+        "{}",
+        out(&output)
+    );
+    let output = cluster(&|text| text.replace("BACKEND=k8s", "BACKEND=CHANGEME"));
+    assert_eq!(code(&output), 1);
+    assert!(err(&output).contains("backend/k8s.env"), "{}", err(&output));
+
+    let output = cluster(&|text| text.replace("K8S_KUBECONFIG=/kube\n", ""));
+    assert_eq!(code(&output), 1);
+    let text = err(&output);
+    assert!(
+        text.contains("K8S_KUBECONFIG: K8S_KUBECONFIG is required"),
+        "{text}"
+    );
+    assert!(text.contains("set K8S_KUBECONFIG in the run config"), "{text}");
+}
+
+#[test]
+fn colour_is_for_terminals() {
+    let folder = folder_with(SOUND);
+    for (name, value) in [
+        ("NO_COLOR", "1"),
+        ("CLICOLOR_FORCE", "1"),
+        ("TERM", "xterm-256color"),
+    ] {
+        for arguments in [
+            &["--structure-only", "run.env"][..],
+            &["--help"][..],
+            &["--wrong"][..],
+        ] {
+            let output = command(arguments, folder.path())
+                .env(name, value)
+                .output()
+                .unwrap();
+            let text = out(&output) + &err(&output);
+            assert!(
+                name == "CLICOLOR_FORCE" || !text.contains('\u{1b}'),
+                "{name}: {text}"
+            );
+        }
+    }
+    // A terminal: script(1) gives the program one.
+    let on_terminal = |no_color: Option<&str>| {
+        let line = format!("{PROGRAM} --structure-only run.env");
+        let mut command = Command::new("script");
+        command
+            .args(["-qec", &line, "/dev/null"])
+            .current_dir(folder.path())
+            .env_remove("NO_COLOR");
+        if let Some(value) = no_color {
+            command.env("NO_COLOR", value);
+        }
+        command.output().map(|output| out(&output))
+    };
+    match on_terminal(None) {
+        Ok(text) => {
+            assert!(text.contains('\u{1b}'), "{text}");
+            assert!(!on_terminal(Some("1")).unwrap().contains('\u{1b}'));
+        }
+        Err(error) => println!("SKIP colour on a terminal: script(1): {error}"),
+    }
+}
+
+#[test]
+fn a_dry_run_prints_the_launch_of_every_rank() {
+    let folder = folder_with(&format!(
+        "{SOUND}NNODES=2\nN_NODES_TRAIN=1\nN_NODES_ROLLOUT=1\nTRAINING_MODE=async\n"
+    ));
+    let output = run(&["--dry-run", "run.env"], folder.path());
+    // The checkpoint is missing here, which is the verdict; the launch is shown all the same.
+    assert_eq!(code(&output), 1);
+    let text = out(&output);
+    for part in [
+        "sbatch --nodes=2 --ntasks-per-node=1 slurm/train_async.sbatch ",
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --mpi=pmix --kill-on-bad-exit=1 legorl-rank train ",
+        "    0      0     0  head, trainer\n    1      1     0  engine replica\n",
+        "[dry-run] this run would not start",
+    ] {
+        assert!(text.contains(part), "`{part}` is missing in {text}");
+    }
+}
+
+#[test]
+fn completion_works_in_bash() {
+    let folder = folder_with(SOUND);
+    let script = "eval \"$(legorl-rank completion bash)\"
+        try() { COMP_LINE=$1; COMP_POINT=${#1}; COMPREPLY=(); _legorl_rank; echo \"${COMPREPLY[*]}\"; }
+        try 'legorl-rank conf'
+        try 'legorl-rank train run.env --set TRAIN_MINI'
+        try 'legorl-rank train run.env --set BACKEND=d'
+        try 'legorl-rank explain topol'";
+    let path = Path::new(PROGRAM).parent().unwrap().display().to_string();
+    let output = Command::new("bash")
+        .args(["--norc", "-c", script])
+        .current_dir(folder.path())
+        .env(
+            "PATH",
+            format!("{path}:{}", std::env::var("PATH").unwrap_or_default()),
+        )
+        .output()
+        .expect("bash is there");
+    let text = out(&output);
+    assert_eq!(
+        text.lines().collect::<Vec<_>>(),
+        ["config", "TRAIN_MINI_BSZ=", "docker", "topology"],
+        "{}",
+        err(&output)
+    );
+    for shell in ["zsh", "fish"] {
+        assert!(out(&run(&["completion", shell], folder.path())).contains("legorl-rank complete"));
+    }
 }
 
 #[test]
@@ -235,7 +443,17 @@ fn config_show_prints_origins_and_hides_secrets() {
     assert!(line("EXP_NAME ").ends_with("run.env:2:1"));
     assert!(line("WANDB_API_KEY ").contains("<redacted>") && !text.contains("very-secret"));
     let json = run(&["config", "show", "--json", "run.env"], folder.path());
-    assert!(out(&json).contains("\"EXP_NAME\": {"));
+    let json: serde_json::Value = serde_json::from_str(&out(&json)).unwrap();
+    let name = &json["EXP_NAME"];
+    assert_eq!(
+        (name["value"].as_str(), name["layer"].as_str()),
+        (Some("e"), Some("config"))
+    );
+    assert_eq!(
+        (name["file"].as_str(), name["line"].as_u64()),
+        (Some("run.env"), Some(2))
+    );
+    assert!(json["VAL_N"]["file"].is_null());
 }
 
 #[test]

@@ -31,7 +31,10 @@ pub use error_text::error_chain;
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};
 pub use sampling::SamplingParams;
 pub use secrets::is_secret;
-pub use session::{CapturedSession, SessionEndpoint, SessionError, SessionHost, SessionLimits, SessionSpec};
+pub use session::{
+    BranchKind, CapturedBranch, CapturedSession, SessionEndpoint, SessionError, SessionHost, SessionLimits,
+    SessionSpec,
+};
 pub use trajectory::{TokenSequence, Trajectory, TrialOutcome, TrialTiming};
 pub use trial::{
     DropReason, Purpose, SinkError, StopReason, Submitted, TrialAssignment, TrialEnd, TrialKey, TrialPlan,

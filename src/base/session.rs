@@ -42,7 +42,7 @@ pub struct SessionEndpoint {
     pub session: SessionId,
     /// Unguessable secret; accepted as path segment, bearer token or `x-api-key`.
     pub secret: String,
-    /// URL path of the session with the secret in it: `/sess/{id}.{secret}`; append `/v1/…`.
+    /// URL path of the session with the secret in it: `/sess/{id}~{secret}`; append `/v1/…`.
     pub path: String,
     /// Name of the served model (`SERVED_MODEL_NAME`).
     pub model: String,
@@ -55,8 +55,14 @@ pub struct SessionEndpoint {
 /// What the proxy recorded between open and close.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct CapturedSession {
-    /// One sequence per trainable leaf; weights sum to one; empty when no turn was sampled.
+    /// One sequence per trainable leaf; weights sum to one; empty when no trainable turn was sampled.
     pub sequences: Vec<TokenSequence>,
+    /// Every branch with its kind, trainable or not, in order of creation.
+    pub branches: Vec<CapturedBranch>,
+    /// Requests with the session's secret, whatever became of them.
+    pub requests: u32,
+    /// Requests of these that were refused or failed.
+    pub refused: u32,
     /// Answered model calls.
     pub turns: u32,
     /// Prompt tokens over all turns, cache hits included.
@@ -69,8 +75,10 @@ pub struct CapturedSession {
     pub malformed_tool_calls: u32,
     /// A request exceeded the context window.
     pub context_overflow: bool,
-    /// A request was refused by `max_turns`.
+    /// A request was answered with a notice because `max_turns` was reached.
     pub turn_limit_hit: bool,
+    /// A request was answered with a notice because the session's cap on sampled tokens was reached.
+    pub token_limit_hit: bool,
     /// A turn ended with [`super::FinishReason::Length`].
     pub length_finishes: u32,
     /// The engine failed during the session: an infrastructure failure, never a zero reward.
@@ -83,8 +91,74 @@ pub struct CapturedSession {
     pub model_inference_secs: f64,
     /// Seconds of it spent waiting for admission.
     pub admission_wait_secs: f64,
-    /// The conversation as the agent saw it, one list of messages per branch, for `trajectory.json`.
-    pub conversations: Vec<serde_json::Value>,
+}
+
+/// Why a branch of a session exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BranchKind {
+    /// The agent's main conversation.
+    Main,
+    /// A conversation of its own inside the trial: the agent said so, or its tools or system prompt differ
+    /// from the main one's.
+    SubAgent,
+    /// The main conversation started anew with the same system prompt and tools, as agents do after they
+    /// have summed up a conversation that grew too long.
+    Compaction,
+    /// A request without tools beside a conversation with tools: a title, a summary.
+    Side,
+    /// The same messages asked again with other options.
+    Retry,
+    /// It repeats a part of another branch and goes on differently.
+    Rewritten,
+}
+
+impl BranchKind {
+    /// Every kind.
+    pub const ALL: [Self; 6] = [
+        Self::Main,
+        Self::SubAgent,
+        Self::Compaction,
+        Self::Side,
+        Self::Retry,
+        Self::Rewritten,
+    ];
+
+    /// The name in files and in `PROXY_TRAIN_BRANCHES`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Main => "main",
+            Self::SubAgent => "sub_agent",
+            Self::Compaction => "compaction",
+            Self::Side => "side",
+            Self::Retry => "retry",
+            Self::Rewritten => "rewritten",
+        }
+    }
+
+    /// The kind with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// One leaf of a session's tree, from the first prompt token to the last sampled one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CapturedBranch {
+    /// Why it exists.
+    pub kind: BranchKind,
+    /// It is one of [`CapturedSession::sequences`].
+    pub trainable: bool,
+    /// Branch (index in [`CapturedSession::branches`]) whose turns it shares; `None` for a conversation of
+    /// its own.
+    pub parent: Option<usize>,
+    /// Turns on its path.
+    pub turns: u32,
+    /// Its tokens. The mask covers what was sampled, except turns that an earlier trainable branch holds;
+    /// the weight of a branch that is not trainable is 0.
+    pub tokens: TokenSequence,
+    /// The conversation as the agent saw it, in OpenAI form; replies of the policy have `"sampled": true`.
+    pub messages: Vec<serde_json::Value>,
 }
 
 /// A session that cannot be opened or closed.

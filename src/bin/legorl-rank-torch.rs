@@ -1,5 +1,5 @@
 //! `legorl-rank-torch`: the same commands with libtorch linked in. `legorl-rank` replaces itself by it
-//! for training runs and starting policies; nobody needs to type its name.
+//! for training runs, starting policies and `model run`; nobody needs to type its name.
 
 use legorl::{cli, rank};
 use std::process::ExitCode;
@@ -9,6 +9,7 @@ fn main() -> ExitCode {
         tensors: cli::Tensors::Here {
             train: rank::run_train,
             init_policy: cli::init_policy::make,
+            model_run: cli::model::run_network,
         },
     })
 }

@@ -1,8 +1,9 @@
 //! `legorl-rank config`: what a run config comes to.
 
-use crate::config::{self, show, LoadRequest};
+use super::ConfigArgs;
+use crate::config::{self, show, values::RunKind};
 use clap::{Args, Subcommand};
-use std::{path::PathBuf, process::ExitCode};
+use std::process::ExitCode;
 
 /// Commands on configurations.
 #[derive(Subcommand)]
@@ -16,15 +17,18 @@ pub enum ConfigCommand {
 /// Arguments of `config show`.
 #[derive(Args)]
 pub struct ShowArgs {
-    /// Run config
-    #[arg(value_name = "CONFIG")]
-    config: PathBuf,
+    #[command(flatten)]
+    config: ConfigArgs,
     /// For machines
     #[arg(long)]
     json: bool,
-    /// Override a variable
-    #[arg(long = "set", value_name = "NAME=VALUE")]
-    set: Vec<String>,
+    /// What the run config is for
+    #[arg(long, value_name = "KIND", default_value = "train", value_parser = kind)]
+    kind: RunKind,
+}
+
+fn kind(text: &str) -> Result<RunKind, String> {
+    RunKind::from_name(text).ok_or_else(|| format!("must be one of {}", RunKind::NAMES.join(", ")))
 }
 
 /// Runs the command.
@@ -32,7 +36,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<ExitCode> {
     match command {
         ConfigCommand::Reference => super::print(&config::reference::markdown()),
         ConfigCommand::Show(args) => {
-            let loaded = config::load(&LoadRequest::from_process(&args.config, args.set.clone()))?;
+            let loaded = args.config.load(args.kind)?;
             for warning in &loaded.warnings {
                 eprintln!("warning: {warning}");
             }

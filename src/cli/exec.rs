@@ -2,10 +2,27 @@
 //! PMIx notice nothing.
 
 use anyhow::{bail, Context};
-use std::{os::unix::process::CommandExt, path::PathBuf, process::Command};
+use std::{
+    os::unix::process::CommandExt,
+    path::PathBuf,
+    process::Command,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
 /// Set for the second program: rank 0 has printed the configuration and the checks already.
 pub const SHOWN: &str = "LEGORL_CHECKS_SHOWN";
+
+/// When the first program read the configuration, in seconds since 1970.
+const MOMENT: &str = "LEGORL_CHECKED_AT";
+
+/// The moment at which the program that this one replaced read the configuration.
+pub fn moment_of_the_first_program() -> Option<SystemTime> {
+    std::env::var_os(SHOWN)?;
+    let seconds = std::env::var(MOMENT).ok()?.parse::<f64>().ok()?;
+    Duration::try_from_secs_f64(seconds)
+        .ok()
+        .and_then(|since| UNIX_EPOCH.checked_add(since))
+}
 
 /// Path of a program beside this one.
 pub fn beside(name: &str) -> anyhow::Result<PathBuf> {
@@ -22,14 +39,18 @@ pub fn beside(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Runs `name` with the arguments of this process in its place. Returns only on failure.
-pub fn replace(name: &str) -> anyhow::Error {
+/// Runs `name` with the arguments of this process in its place; `read_at` is when the configuration was
+/// read. Returns only on failure.
+pub fn replace(name: &str, read_at: SystemTime) -> anyhow::Error {
     let path = match beside(name) {
         Ok(path) => path,
         Err(error) => return error,
     };
     let mut command = Command::new(&path);
     command.args(std::env::args_os().skip(1)).env(SHOWN, "1");
+    if let Ok(since) = read_at.duration_since(UNIX_EPOCH) {
+        command.env(MOMENT, format!("{:.6}", since.as_secs_f64()));
+    }
     // Idle OpenMP threads of libtorch spin by default and take the cores from engine, proxy and sandboxes.
     // libgomp reads this when it is loaded, so it cannot be set later.
     if std::env::var_os("OMP_WAIT_POLICY").is_none() {

@@ -31,7 +31,7 @@ pub struct InitPolicyArgs {
 pub fn run(parts: &Parts, args: &InitPolicyArgs) -> anyhow::Result<ExitCode> {
     match parts.tensors {
         Tensors::Here { init_policy, .. } => init_policy(args).map(|()| ExitCode::SUCCESS),
-        Tensors::In(name) => Err(exec::replace(name)),
+        Tensors::In(name) => Err(exec::replace(name, std::time::SystemTime::now())),
     }
 }
 

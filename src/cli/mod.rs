@@ -12,19 +12,30 @@
 //!
 //! Under `mpirun` or `srun` every rank runs the same command; only rank 0 prints ([`place::Place`]).
 
+pub mod block;
 pub mod buffer;
+pub mod completion;
+mod config_args;
 pub mod config_command;
+pub mod dry_run;
 pub mod exec;
 pub mod explain;
 pub mod index;
 pub mod init_policy;
+pub mod model;
 pub mod place;
 pub mod report;
+pub mod run;
 pub mod task;
-pub mod train;
 
-use crate::{base::error_chain, config::Loaded};
-use clap::{Parser, Subcommand};
+pub use config_args::ConfigArgs;
+
+use crate::{
+    base::error_chain,
+    config::{values::RunKind, Loaded},
+    observe::Redactor,
+};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::{ffi::OsString, io::Write, process::ExitCode};
 
 /// Commands that need tensors.
@@ -36,6 +47,8 @@ pub enum Tensors {
         train: fn(&Loaded) -> anyhow::Result<ExitCode>,
         /// Writes a starting policy.
         init_policy: fn(&init_policy::InitPolicyArgs) -> anyhow::Result<()>,
+        /// Runs a model folder on given tokens.
+        model_run: fn(&model::ModelRunArgs) -> anyhow::Result<()>,
     },
     /// They are in the binary of this name, beside this one.
     In(&'static str),
@@ -44,7 +57,7 @@ pub enum Tensors {
 /// What a binary does itself.
 #[derive(Clone, Copy)]
 pub struct Parts {
-    /// Training and starting policies.
+    /// Training, starting policies, running models.
     pub tensors: Tensors,
 }
 
@@ -63,7 +76,11 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Train a policy as a run config says (the default command)
-    Train(train::TrainArgs),
+    Train(run::RunArgs),
+    /// Score a checkpoint on a data set (this version checks its configuration)
+    Eval(run::RunArgs),
+    /// Sample trials of many tasks (this version checks its configuration)
+    Infer(run::RunArgs),
     /// Work with task indexes
     #[command(subcommand)]
     Index(index::IndexCommand),
@@ -72,6 +89,9 @@ enum Command {
     Task(task::TaskCommand),
     /// Write a small starting policy
     InitPolicy(init_policy::InitPolicyArgs),
+    /// Look at a model folder, run it, write it back
+    #[command(subcommand)]
+    Model(model::ModelCommand),
     /// Look at configurations
     #[command(subcommand)]
     Config(config_command::ConfigCommand),
@@ -80,22 +100,39 @@ enum Command {
     Buffer(buffer::BufferCommand),
     /// Explain a preflight rule
     Explain(explain::ExplainArgs),
+    /// Print the lines that make a shell complete commands and variables
+    Completion(completion::CompletionArgs),
+    /// Print candidates for a command line
+    #[command(hide = true)]
+    Complete(completion::CompleteArgs),
 }
 
-const COMMANDS: [&str; 8] = [
-    "buffer",
-    "train",
-    "index",
-    "task",
-    "init-policy",
-    "config",
-    "explain",
-    "help",
-];
+/// The definition of the command line.
+fn definition() -> clap::Command {
+    let mut definition = Arguments::command();
+    definition.build();
+    definition
+}
 
 /// Runs the command of this process and returns its exit code.
 pub fn main(parts: &Parts) -> ExitCode {
+    std::panic::set_hook(Box::new(report_panic));
     run(parts, std::env::args_os().collect())
+}
+
+/// A defect of the program: where and what, without secrets.
+fn report_panic(panic: &std::panic::PanicHookInfo<'_>) {
+    let thread = std::thread::current();
+    let mut text = format!("thread '{}': {panic}", thread.name().unwrap_or("unnamed"));
+    let trace = std::backtrace::Backtrace::capture();
+    if trace.status() == std::backtrace::BacktraceStatus::Captured {
+        text.push_str(&format!("\n{trace}"));
+    }
+    let _ = writeln!(
+        std::io::stderr(),
+        "[FATAL] defect in legorl-rank, please report it: {}",
+        Redactor::global().clean(&text)
+    );
 }
 
 /// Runs a command line, program name first.
@@ -109,13 +146,18 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
         }
     };
     let outcome = match &parsed.command {
-        Command::Train(args) => train::run(parts, args),
+        Command::Train(args) => run::run(parts, args, RunKind::Train),
+        Command::Eval(args) => run::run(parts, args, RunKind::Eval),
+        Command::Infer(args) => run::run(parts, args, RunKind::Infer),
         Command::Index(command) => index::run(command),
         Command::Task(command) => task::run(command),
         Command::InitPolicy(args) => init_policy::run(parts, args),
+        Command::Model(command) => model::run(parts, command),
         Command::Config(command) => config_command::run(command),
         Command::Buffer(command) => buffer::run(command),
         Command::Explain(args) => explain::run(args),
+        Command::Completion(args) => Ok(completion::script(args)),
+        Command::Complete(args) => Ok(completion::complete(args, &definition())),
     };
     match outcome {
         Ok(code) => code,
@@ -126,33 +168,51 @@ pub fn run(parts: &Parts, arguments: Vec<OsString>) -> ExitCode {
             } else {
                 format!("[rank {}] ", place.rank)
             };
-            let _ = writeln!(std::io::stderr(), "{rank}[FATAL] {}", error_chain(error.as_ref()));
+            let text = format!("{rank}[FATAL] {}", error_chain(error.as_ref()));
+            let _ = writeln!(std::io::stderr(), "{}", Redactor::global().clean(&text));
             ExitCode::FAILURE
         }
     }
 }
 
-/// Puts `train` in front where the command is left out: `legorl-rank --strict run.env`.
+/// Puts `train` in front where the command is left out: `legorl-rank --strict run.env`. The command may
+/// also follow its flags: `legorl-rank --strict eval run.env`.
 fn with_default_command(mut arguments: Vec<OsString>) -> Vec<OsString> {
-    let Some(first) = arguments.get(1).and_then(|a| a.to_str()) else {
-        return arguments;
-    };
-    if COMMANDS.contains(&first) || ["-h", "--help", "-V", "--version"].contains(&first) {
-        return arguments;
+    const GENERAL: [&str; 5] = ["-h", "--help", "-V", "--version", "help"];
+    let text = |at: usize| arguments.get(at).and_then(|a| a.to_str());
+    let is_command = |name: &str| Arguments::command().find_subcommand(name).is_some();
+    match text(1) {
+        None => return arguments,
+        Some(first) if GENERAL.contains(&first) || is_command(first) => return arguments,
+        // A mistyped command is for clap to explain.
+        Some(first) if !first.starts_with('-') && is_nearly_a_command(first) => return arguments,
+        Some(_) => {}
     }
-    // `legorl-rank --strict train run.env`: the command may follow its flags.
     let mut at = 1;
-    while let Some(text) = arguments.get(at).and_then(|a| a.to_str()) {
-        if !text.starts_with('-') {
-            break;
-        }
-        at += if text == "--set" { 2 } else { 1 };
+    while let Some(flag) = text(at).filter(|word| word.starts_with('-')) {
+        at += if ["--set", "--site", "--templates"].contains(&flag) {
+            2
+        } else {
+            1
+        };
     }
-    if arguments.get(at).is_some_and(|a| a == "train") {
-        arguments.remove(at);
-    }
-    arguments.insert(1, "train".into());
+    let command = match text(at) {
+        Some(name) if RunKind::from_name(name).is_some() => arguments.remove(at),
+        _ => RunKind::Train.name().into(),
+    };
+    arguments.insert(1, command);
     arguments
+}
+
+/// True for a word that looks like a command with a typing mistake and is no file.
+fn is_nearly_a_command(word: &str) -> bool {
+    let near = |name: &str| strsim::damerau_levenshtein(name, word) <= 2;
+    word.len() > 3
+        && !word.contains(['.', '/'])
+        && !std::path::Path::new(word).exists()
+        && Arguments::command()
+            .get_subcommands()
+            .any(|command| near(command.get_name()))
 }
 
 /// Prints to standard output; a reader that went away (`| head`) is not an error.
@@ -173,6 +233,35 @@ mod tests {
         words.join(" ")
     }
 
+    /// A panic's message may quote any value.
+    #[test]
+    fn a_crash_report_holds_no_secret() {
+        const CHILD: &str = "LEGORL_TEST_CRASH";
+        if std::env::var_os(CHILD).is_some() {
+            super::Redactor::global().add("from-the-config-1234");
+            std::panic::set_hook(Box::new(super::report_panic));
+            panic!(
+                "{} and from-the-config-1234",
+                std::env::var("SOME_API_KEY").unwrap()
+            );
+        }
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "cli::tests::a_crash_report_holds_no_secret",
+                "--nocapture",
+            ])
+            .env(CHILD, "1")
+            .env("SOME_API_KEY", "from-the-environment-1234")
+            .env("RUST_BACKTRACE", "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains("[FATAL] defect in legorl-rank"), "{text}");
+        assert!(text.contains("<redacted> and <redacted>"), "{text}");
+        assert!(!text.contains("1234"), "{text}");
+    }
+
     #[test]
     fn train_is_the_default_command() {
         assert_eq!(complete("run.env"), "train run.env");
@@ -181,6 +270,10 @@ mod tests {
             "train --structure-only run.env"
         );
         assert_eq!(complete("--strict train run.env"), "train --strict run.env");
+        assert_eq!(complete("eval run.env"), "eval run.env");
+        assert_eq!(complete("--dry-run infer run.env"), "infer --dry-run run.env");
+        assert_eq!(complete("--site s.env run.env"), "train --site s.env run.env");
+        assert_eq!(complete("trian run.env"), "trian run.env");
         assert_eq!(complete("--set train=1 run.env"), "train --set train=1 run.env");
         assert_eq!(complete("config show run.env"), "config show run.env");
         assert_eq!(complete("--help"), "--help");

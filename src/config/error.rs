@@ -55,7 +55,11 @@ impl fmt::Display for ValueProblem {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The path names no file.
-    #[error("config not found: `{given}`\n  looked for {tried}; a relative path counts from the working directory {cwd}")]
+    #[error(
+        "config not found: `{given}`\n  looked for {tried}; a relative path counts from the working directory \
+         {cwd}{}",
+        near.as_ref().map_or(String::new(), |near| format!("\n  did you mean {near}?"))
+    )]
     NotFound {
         /// Path as given.
         given: String,
@@ -63,15 +67,40 @@ pub enum ConfigError {
         tried: String,
         /// Working directory.
         cwd: String,
+        /// A file beside it with nearly that name.
+        near: Option<String>,
     },
     /// The file cannot be read.
-    #[error("cannot read {path}: {source}")]
+    #[error("cannot read {path}: {error}")]
     Read {
         /// File.
         path: String,
         /// Operating system's error.
-        #[source]
-        source: io::Error,
+        error: io::Error,
+    },
+    /// A file or folder that a flag or an environment variable names cannot be used.
+    #[error("{what} {path}, named by {by}: {error}")]
+    Named {
+        /// What it should be.
+        what: &'static str,
+        /// Flag or variable.
+        by: String,
+        /// Absolute path.
+        path: String,
+        /// Operating system's error.
+        error: io::Error,
+    },
+    /// Two layers cannot both be meant.
+    #[error("{location}: {what}, and {other}\n  {help}")]
+    Contradiction {
+        /// The place of one of them.
+        location: Location,
+        /// What it says.
+        what: String,
+        /// What the other says.
+        other: String,
+        /// What to write.
+        help: String,
     },
     /// The file is far larger than any run config.
     #[error("{path} has {bytes} bytes; a run config has at most {limit}. Is this the right file?")]
@@ -154,6 +183,10 @@ pub enum WarningKind {
     AmbientIgnored,
     /// A value was used before a later layer changed it.
     ReadBeforeSet,
+    /// One file sets a variable twice.
+    SetTwice,
+    /// A folder of template modules of the original lies near and is not read.
+    ForeignTemplates,
 }
 
 impl fmt::Display for ConfigWarning {

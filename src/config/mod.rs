@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! language/    text of an .env file -> values; nothing is executed
-//! layers       defaults < modules < run config < LEGORL_SET_KEY < --set, each value with its source
+//! layers/      defaults < modules < site file < run config < LEGORL_SET_KEY < --set, with sources
 //! variables/   the table of every variable
 //! settings/    typed values, resolved once
 //! show         `config show`
@@ -14,6 +14,8 @@
 
 pub mod error;
 pub mod language;
+#[cfg(test)]
+mod layer_tests;
 pub mod layers;
 pub mod reference;
 pub mod settings;
@@ -35,6 +37,8 @@ pub struct Loaded {
     pub layered: Layered,
     /// What computed defaults came to, by variable.
     pub derived: settings::Derived,
+    /// The moment that `$(date …)` shows.
+    pub read_at: std::time::SystemTime,
     /// What the user should know.
     pub warnings: Vec<ConfigWarning>,
 }
@@ -42,11 +46,12 @@ pub struct Loaded {
 /// Loads a run config with its modules and overrides.
 pub fn load(request: &LoadRequest) -> Result<Loaded, ConfigError> {
     let (layered, warnings) = layers::load(request)?;
-    let (settings, derived) = settings::resolve(&layered)?;
+    let (settings, derived) = settings::resolve(&layered, request.kind)?;
     Ok(Loaded {
         settings,
         layered,
         derived,
+        read_at: request.now,
         warnings,
     })
 }

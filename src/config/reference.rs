@@ -1,6 +1,6 @@
 //! `docs/configuration.md`, made from the table of variables.
 
-use super::variables::{self, DefaultValue, Kind, Tier, Variable};
+use super::variables::{self, offline, remote, DefaultValue, Kind, Tier, Variable};
 use std::fmt::Write as _;
 
 const HEAD: &str = include_str!("reference_head.md");
@@ -14,7 +14,8 @@ pub fn markdown() -> String {
             section = variable.section;
             let _ = write!(
                 out,
-                "\n## {section}\n\n| Variable | Value | Default | What it does |\n|---|---|---|---|\n"
+                "\n## {section}\n\n{}| Variable | Value | Default | What it does |\n|---|---|---|---|\n",
+                note(section)
             );
         }
         let _ = writeln!(
@@ -28,8 +29,16 @@ pub fn markdown() -> String {
             variable.name,
             form(variable),
             default(variable),
-            variable.doc.replace('|', "\\|"),
+            effect(variable).replace('|', "\\|"),
         );
+    }
+    out.push_str("\n## Second names\n\n");
+    out.push_str(
+        "The original has several names for some settings. Each is the same variable here; two different \
+         values are an error.\n\n| Name | Variable |\n|---|---|\n",
+    );
+    for (alias, variable) in variables::ALIASES {
+        let _ = writeln!(out, "| `{alias}` | `{variable}` |");
     }
     out.push_str("\n## Variables of the original without effect\n\n");
     out.push_str(
@@ -39,6 +48,34 @@ pub fn markdown() -> String {
         let _ = writeln!(out, "| `{}` | {} |", entry.name, entry.reason);
     }
     out
+}
+
+/// What holds for all variables of a section.
+fn note(section: &str) -> &'static str {
+    match section {
+        remote::AGENT_FILES | remote::KUBERNETES | remote::DOCKER | remote::IMAGES => {
+            "Read and checked by preflight; this version cannot start such sandboxes yet.\n\n"
+        }
+        offline::EVAL => {
+            "For `legorl-rank eval`, whose configuration is read and checked; this version cannot launch it yet.\n\n"
+        }
+        offline::INFER => {
+            "For `legorl-rank infer`, whose configuration is read and checked; this version cannot launch it yet.\n\n"
+        }
+        _ => "",
+    }
+}
+
+fn effect(variable: &Variable) -> String {
+    let mut text = variable.doc.to_owned();
+    match variable.available {
+        Some([]) => text.push_str(" Not in this version: leave it unset."),
+        Some(values) => {
+            let _ = write!(text, " This version can launch `{}` only.", values.join("`, `"));
+        }
+        None => {}
+    }
+    text
 }
 
 fn form(variable: &Variable) -> String {
@@ -65,6 +102,9 @@ fn form(variable: &Variable) -> String {
 
 fn default(variable: &Variable) -> String {
     match variable.default {
+        DefaultValue::Required if variable.kinds.len() == 1 => {
+            format!("required by `{}`", variable.kinds[0])
+        }
         DefaultValue::Required => "required".into(),
         DefaultValue::Value(text) => format!("`{text}`"),
         DefaultValue::Derived(how) => how.into(),

@@ -1,6 +1,9 @@
 //! Removing secrets from text that leaves the program.
 
-use std::{borrow::Cow, sync::RwLock};
+use std::{
+    borrow::Cow,
+    sync::{Arc, OnceLock, RwLock},
+};
 
 /// Shortest value that is taken for a secret: replacing shorter ones would hide ordinary words.
 const MIN_SECRET: usize = 6;
@@ -8,13 +11,20 @@ const MIN_SECRET: usize = 6;
 const SHOWN: &str = "<redacted>";
 
 /// Secrets to remove: values of variables with secret names, and the part after the dot in a session's
-/// path (`/sess/<id>.<secret>/`).
+/// path (`/sess/<id>~<secret>/`).
 #[derive(Debug, Default)]
 pub struct Redactor {
     secrets: RwLock<Vec<String>>,
 }
 
 impl Redactor {
+    /// The one of this process, for everything that it prints or writes. It knows the secrets of the
+    /// environment; those of the configuration are added when it is loaded.
+    pub fn global() -> &'static Arc<Self> {
+        static GLOBAL: OnceLock<Arc<Redactor>> = OnceLock::new();
+        GLOBAL.get_or_init(|| Arc::new(Self::of_process()))
+    }
+
     /// Knows the secrets of the process environment.
     pub fn of_process() -> Self {
         let redactor = Self::default();
@@ -69,13 +79,13 @@ fn without_session_secrets(text: &str) -> String {
         let (before, path) = rest.split_at(at + "/sess/".len());
         out.push_str(before);
         let end = path
-            .find(|c: char| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')))
+            .find(|c: char| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '~')))
             .unwrap_or(path.len());
         let (segment, after) = path.split_at(end);
-        match segment.rsplit_once('.') {
+        match segment.rsplit_once('~') {
             Some((id, _)) => {
                 out.push_str(id);
-                out.push('.');
+                out.push('~');
                 out.push_str(SHOWN);
             }
             None => out.push_str(segment),
@@ -97,8 +107,8 @@ mod tests {
         redactor.add("short");
         assert_eq!(redactor.clean("key=hunter2hunter2 short"), "key=<redacted> short");
         assert_eq!(
-            redactor.clean("POST /sess/copy-03__ab12.5ecret99/v1/chat HTTP"),
-            "POST /sess/copy-03__ab12.<redacted>/v1/chat HTTP"
+            redactor.clean("POST /sess/copy-03__ab12~5ecret99/v1/chat HTTP"),
+            "POST /sess/copy-03__ab12~<redacted>/v1/chat HTTP"
         );
         assert_eq!(redactor.clean("GET /sess/plain/v1"), "GET /sess/plain/v1");
     }

@@ -10,11 +10,10 @@ use crate::{
     model::{
         chat_template::ChatTemplate,
         hf::{Checkpoint, ModelConfig},
-        tool_calls::format_by_name,
+        tool_calls::{format_by_name, UnknownFormat},
     },
     rollout::{sandbox::process::helper, task::TaskIndex},
 };
-use serde_json::{json, Value};
 use std::{
     fs,
     net::TcpListener,
@@ -139,52 +138,17 @@ fn model(dir: &Path) -> Result<ModelFacts, String> {
 /// Every tensor of the architecture is there with its shape.
 fn weights(dir: &Path, config: &ModelConfig) -> Result<(), String> {
     let checkpoint = Checkpoint::open(dir).map_err(|error| error.to_string())?;
-    for tensor in config.tensor_table() {
-        checkpoint
-            .get(&tensor.name, &tensor.shape)
-            .map_err(|error| error.to_string())?;
-    }
-    Ok(())
+    checkpoint.check(config).map_err(|error| error.to_string())
 }
 
-/// Renders one tool call with the folder's own template and sees which parser reads it back.
+/// The parser that reads what the folder's own template writes.
 fn markup(dir: &Path) -> Result<Option<ToolCallParser>, String> {
     let template = ChatTemplate::from_dir(dir).map_err(|error| error.to_string())?;
-    let tools = [
-        json!({"type": "function", "function": {"name": "probe", "description": "d", "parameters":
-        {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}}}),
-    ];
-    let messages = [
-        json!({"role": "user", "content": "q"}),
-        json!({"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function",
-            "function": {"name": "probe", "arguments": "{\"key\": \"value\"}"}}]}),
-    ];
-    let render = |messages: &[Value], generate: bool| {
-        template
-            .render(messages, Some(&tools), generate)
-            .map_err(|error| error.to_string())
-    };
-    let prompt = render(&messages[..1], true)?;
-    let whole = render(&messages, false)?;
-    // Some templates put more than the prompt before a finished turn; the markup comes last anyway.
-    let turn = whole.strip_prefix(&prompt).unwrap_or_else(|| {
-        let shared = prompt
-            .bytes()
-            .zip(whole.bytes())
-            .take_while(|(a, b)| a == b)
-            .count();
-        whole.get(shared..).unwrap_or(&whole)
-    });
-    if turn.contains("<function=") && turn.contains("<parameter=") {
-        return Ok(Some(ToolCallParser::Qwen3Coder));
+    match format_by_name(ToolCallParser::Auto.name(), &template) {
+        Ok(format) => Ok(ToolCallParser::from_name(format.name())),
+        Err(UnknownFormat::Template { problem }) => Err(problem),
+        Err(_) => Ok(None),
     }
-    let hermes = format_by_name(ToolCallParser::Hermes.name()).map_err(|error| error.to_string())?;
-    // The turn's own end mark follows the last call.
-    let end = turn
-        .rfind("</tool_call>")
-        .map_or(turn.len(), |at| at + "</tool_call>".len());
-    let calls = hermes.parse(&turn[..end], Some(&tools)).calls;
-    Ok((calls.len() == 1 && calls[0].name == "probe").then_some(ToolCallParser::Hermes))
 }
 
 fn index(file: &Path) -> Result<IndexFacts, String> {

@@ -71,7 +71,7 @@ mod launch {
     fn run_rank(loaded: &Loaded, comm: &Arc<dyn Communicator>, stop: StopFlag) -> anyhow::Result<ExitCode> {
         let run = run_of_rank_0(&loaded.settings, comm)?;
         let (settings, rank) = (&run.settings, comm.rank());
-        logging::start(&run.attempt, rank, Arc::new(Redactor::of_process()))?;
+        logging::start(&run.attempt, rank, Redactor::global().clone())?;
         let roles = RoleMap::new(settings.run.training_mode, comm.size());
         if rank == 0 {
             wiring::run_head(settings, &run.attempt, comm, &roles, stop)

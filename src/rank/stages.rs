@@ -5,8 +5,8 @@ use super::run_lock::host_name;
 use crate::{
     config::settings::{
         values::{
-            AdvEstimator, ImportanceLevelName, KlControl, KlLossType, LossAggMode, LrScheduler,
-            PolicyLossMode, RejectionCriterion,
+            AdvEstimator, KlControl, KlLossType, LossAggMode, LrScheduler, PolicyLossMode,
+            RejectionCriterion, RolloutIs,
         },
         Settings,
     },
@@ -113,8 +113,8 @@ fn importance(settings: &Settings) -> Option<ImportanceWeights> {
     let upper = importance.upper;
     Some(ImportanceWeights {
         level: match importance.level {
-            ImportanceLevelName::Token => ImportanceLevel::Token,
-            ImportanceLevelName::Sequence => ImportanceLevel::Sequence,
+            RolloutIs::Token => ImportanceLevel::Token,
+            RolloutIs::Sequence => ImportanceLevel::Sequence,
         },
         bounds: match importance.lower {
             None => WeightBounds::Truncate { upper },
@@ -282,6 +282,8 @@ pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
         tcp: Some(address),
         tool_call_parser: model.tool_call_parser.name().to_owned(),
         max_body_bytes: p.max_request_body_bytes,
+        train_branches: p.train_branches.clone(),
+        max_session_tokens: p.max_session_tokens,
         ..ProxyConfig::new(
             node_folder(settings)?.join("proxy.sock"),
             model.served_model_name.clone(),

@@ -39,6 +39,14 @@ impl Cursor {
         self.chars.get(self.at + ahead).copied()
     }
 
+    /// The character `back` places before the cursor.
+    pub(super) fn before(&self, back: usize) -> Option<char> {
+        self.at
+            .checked_sub(back)
+            .and_then(|at| self.chars.get(at))
+            .copied()
+    }
+
     pub(super) fn starts_with(&self, text: &str) -> bool {
         text.chars().enumerate().all(|(i, c)| self.peek_at(i) == Some(c))
     }

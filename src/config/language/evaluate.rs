@@ -21,7 +21,9 @@ pub trait Names {
     /// of the process environment that the table does not know.
     fn fallback(&mut self, name: &str, location: &Location) -> Option<String>;
     /// A variable of the process environment, for `${X:-…}` and its relatives.
-    fn environment(&self, name: &str) -> Option<String>;
+    fn environment(&mut self, name: &str) -> Option<String>;
+    /// Notes that a line refers to a variable.
+    fn refer(&mut self, _name: &str) {}
     /// True for arrays, which have no text.
     fn is_array(&self, name: &str) -> bool;
     /// Sets a variable.
@@ -30,18 +32,46 @@ pub trait Names {
 
 /// One evaluation of a file.
 pub struct Evaluation<'a> {
-    /// Variables.
-    pub names: &'a mut dyn Names,
+    names: &'a mut dyn Names,
     /// The moment that `$(date …)` shows.
-    pub now: SystemTime,
+    now: SystemTime,
+    /// Bytes that may still be expanded.
+    budget: usize,
 }
 
 /// Longest text of one variable, so that repeated doubling ends in an error and not in memory.
 const MAX_TEXT_BYTES: usize = 1 << 20;
 
+/// Text that one file may expand in all, so that many large expansions end as well.
+const MAX_TOTAL_BYTES: usize = 64 << 20;
+
 type Evaluated<T> = Result<T, LanguageError>;
 
-impl Evaluation<'_> {
+impl<'a> Evaluation<'a> {
+    /// An evaluation that reads and sets `names`; `now` is the moment that `$(date …)` shows.
+    pub fn new(names: &'a mut dyn Names, now: SystemTime) -> Self {
+        Self {
+            names,
+            now,
+            budget: MAX_TOTAL_BYTES,
+        }
+    }
+
+    /// Takes the size of a text off the budget.
+    fn spend(&mut self, text: &str, location: &Location) -> Evaluated<()> {
+        match self.budget.checked_sub(text.len()) {
+            Some(rest) => {
+                self.budget = rest;
+                Ok(())
+            }
+            None => fail_at(
+                location.clone(),
+                format!("the values of this file grow beyond {MAX_TOTAL_BYTES} bytes"),
+                "a run config holds short values",
+            ),
+        }
+    }
+
     /// Runs through the statements in order.
     pub fn run(&mut self, file: &File) -> Evaluated<()> {
         for statement in &file.statements {
@@ -132,10 +162,16 @@ impl Evaluation<'_> {
                 "use its items where they are needed",
             );
         }
+        if operation.is_none_or(|o| matches!(o.kind, OperationKind::Otherwise | OperationKind::Alternative)) {
+            self.names.refer(name);
+        }
         let Some(operation) = operation else {
             let value = self.names.configured(name);
             return match value.or_else(|| self.names.fallback(name, location)) {
-                Some(text) => Ok(text),
+                Some(text) => {
+                    self.spend(&text, location)?;
+                    Ok(text)
+                }
                 None => fail_at(
                     location.clone(),
                     format!("{name} is not set"),
@@ -146,6 +182,9 @@ impl Evaluation<'_> {
         let mut value = self.names.configured(name);
         if value.is_none() && !only_configured && operation.kind != OperationKind::Assign {
             value = self.names.environment(name);
+        }
+        if let Some(text) = &value {
+            self.spend(text, location)?;
         }
         let value = value.filter(|text| !(operation.empty_is_unset && text.is_empty()));
         match (operation.kind, value) {

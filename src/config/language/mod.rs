@@ -25,6 +25,8 @@ mod ast;
 mod cursor;
 mod date;
 mod evaluate;
+#[cfg(test)]
+mod fuzz;
 mod parser;
 #[cfg(test)]
 mod tests;

@@ -7,9 +7,20 @@ use std::{path::PathBuf, sync::Arc};
 /// Expansions inside expansions; deeper nesting is a mistake or an attack on the stack.
 const MAX_DEPTH: u32 = 40;
 
+/// Longest `{a,b}` list that is recognised.
+const MAX_BRACE_LIST: usize = 256;
+
 pub(super) struct Parser {
     pub(super) cursor: Cursor,
     pub(super) depth: u32,
+    /// The first quote that spans lines and whose end looks like the start of another one.
+    doubtful: Option<Doubtful>,
+}
+
+/// A quote that was probably left open.
+struct Doubtful {
+    open: Location,
+    close: Location,
 }
 
 /// Where a word ends and what is special inside it.
@@ -36,10 +47,29 @@ impl Parser {
         Self {
             cursor: Cursor::new(file, text),
             depth: 0,
+            doubtful: None,
         }
     }
 
+    /// Parses the file. A forgotten closing quote makes the next opening quote end the text, and the
+    /// mistake shows lines later; the error then names the quote that was left open.
     pub(super) fn file(mut self) -> Parsed<File> {
+        match self.statements() {
+            Ok(file) => Ok(file),
+            Err(error) => match self.doubtful {
+                Some(Doubtful { open, close }) if close <= error.location || open == error.location => {
+                    let problem = format!(
+                        "this quote ends only at line {}, column {}, and then: {} (line {}, column {})",
+                        close.line, close.column, error.problem, error.location.line, error.location.column
+                    );
+                    fail_at(open, problem, "close the quote on its own line")
+                }
+                _ => Err(error),
+            },
+        }
+    }
+
+    fn statements(&mut self) -> Parsed<File> {
         let mut statements = Vec::new();
         loop {
             self.cursor.skip_blanks();
@@ -69,6 +99,13 @@ impl Parser {
             return self.export(out);
         }
         if name.is_empty() || !matches!(self.cursor.peek(), Some('=' | '+')) {
+            if let Some(wrong) = wrong_name(&preview) {
+                return fail_at(
+                    location,
+                    format!("`{wrong}` is not a variable name"),
+                    "names are made of letters, digits and `_`, and do not start with a digit",
+                );
+            }
             return fail_at(
                 location,
                 format!("`{preview}` is not an assignment"),
@@ -227,6 +264,18 @@ impl Parser {
                         "put the value into quotes",
                     )
                 }
+                ('“' | '”' | '„' | '‘' | '’', Context::Bare | Context::Array) if at_start => {
+                    return self.cursor.fail(
+                        format!("`{c}` is a typographic quote and does not quote"),
+                        "write the plain \" or '",
+                    )
+                }
+                (c, Context::Bare | Context::Array) if is_odd_blank(c) => {
+                    return self.cursor.fail(
+                        format!("a blank that is not an ordinary one (U+{:04X})", u32::from(c)),
+                        "write ordinary blanks, or put the value into quotes",
+                    )
+                }
                 ('{', Context::Array) if self.is_brace_list() => {
                     return self
                         .cursor
@@ -259,8 +308,12 @@ impl Parser {
         let open = self.cursor.location();
         self.cursor.skip(1);
         loop {
+            let close = self.cursor.location();
             match self.cursor.next() {
-                Some('\'') => return Ok(()),
+                Some('\'') => {
+                    self.note_quote(&open, close);
+                    return Ok(());
+                }
                 Some(c) => literal.push(c),
                 None => return fail_at(open, "this quote is never closed", "close it with another `'`"),
             }
@@ -271,17 +324,36 @@ impl Parser {
         let open = self.cursor.location();
         self.cursor.skip(1);
         let mut word = self.word(Context::Quoted)?;
+        let close = self.cursor.location();
         if self.cursor.next().is_none() {
             return fail_at(open, "this quote is never closed", "close it with another `\"`");
         }
+        self.note_quote(&open, close);
         // An empty pair of quotes is a part too: `X=""`.
         word.parts.push(Part::Literal(String::new()));
         Ok(word)
     }
 
+    /// After a quote: what ends on another line, right after `=` or right before more text, was probably
+    /// meant to end on its own.
+    fn note_quote(&mut self, open: &Location, close: Location) {
+        if open.line == close.line || self.doubtful.is_some() {
+            return;
+        }
+        let before = self.cursor.before(2);
+        let after = self.cursor.peek();
+        let glued = after.is_some_and(|c| !c.is_whitespace() && !";)}".contains(c));
+        if before == Some('=') || glued {
+            self.doubtful = Some(Doubtful {
+                open: open.clone(),
+                close,
+            });
+        }
+    }
+
     fn is_brace_list(&self) -> bool {
         let mut comma = false;
-        for ahead in 1.. {
+        for ahead in 1..MAX_BRACE_LIST {
             match self.cursor.peek_at(ahead) {
                 Some(',') => comma = true,
                 Some('}') => return comma,
@@ -437,12 +509,19 @@ impl Parser {
         self.cursor.skip_blanks();
         let shown = self.cursor.preview();
         if self.cursor.name() != "date" || !matches!(self.cursor.peek(), Some(' ' | '\t' | ')')) {
-            return fail_at(location, format!("the command `{shown}` is not run"), HELP);
+            return fail_at(
+                location,
+                format!("the command `{}` is not run", shown.trim_end_matches([')', '"'])),
+                HELP,
+            );
         }
         self.cursor.skip_blanks();
-        let utc = self.cursor.starts_with("-u ");
-        if utc {
-            self.cursor.skip(3);
+        let flag = ["-u ", "--utc "]
+            .into_iter()
+            .find(|flag| self.cursor.starts_with(flag));
+        let utc = flag.is_some();
+        if let Some(flag) = flag {
+            self.cursor.skip(flag.len());
             self.cursor.skip_blanks();
         }
         let format = self.word(Context::Command)?;
@@ -465,6 +544,21 @@ fn flush(literal: &mut String, word: &mut Word) {
     if !literal.is_empty() {
         word.parts.push(Part::Literal(std::mem::take(literal)));
     }
+}
+
+/// The part before `=` where it was meant as a name and is none.
+fn wrong_name(text: &str) -> Option<&str> {
+    let (name, _) = text.split_once('=')?;
+    let like_a_name = |c: char| c.is_alphanumeric() || "-_.".contains(c);
+    let is_name = name.starts_with(|c: char| c == '_' || c.is_ascii_alphabetic())
+        && name.chars().all(|c| c == '_' || c.is_ascii_alphanumeric());
+    (!name.is_empty() && !is_name && name.chars().all(like_a_name)).then_some(name)
+}
+
+/// Blanks that come with text from web pages and look like ordinary ones.
+fn is_odd_blank(c: char) -> bool {
+    (c.is_whitespace() && !" \t\n\r".contains(c))
+        || matches!(c, '\u{200b}'..='\u{200d}' | '\u{2060}' | '\u{feff}')
 }
 
 fn help_for_command(text: &str) -> &'static str {

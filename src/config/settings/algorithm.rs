@@ -66,7 +66,7 @@ pub struct KlRewardSettings {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ImportanceSettings {
     /// `ROLLOUT_IS`.
-    pub level: ImportanceLevelName,
+    pub level: RolloutIs,
     /// First number of a `lower_upper` threshold: weights outside become 0; `None` truncates.
     pub lower: Option<f64>,
     /// Upper bound of `ROLLOUT_IS_THRESHOLD`.
@@ -151,7 +151,7 @@ fn importance(r: &mut Resolver<'_>, bypass: bool) -> Option<ImportanceSettings> 
     let level = r.text("ROLLOUT_IS");
     let threshold = r.text("ROLLOUT_IS_THRESHOLD");
     let normalize = r.bool("ROLLOUT_IS_BATCH_NORMALIZE");
-    let level = ImportanceLevelName::from_name(&level?)?;
+    let level = RolloutIs::from_name(&level?)?;
     if bypass {
         r.problem(
             "ROLLOUT_IS",

@@ -3,14 +3,21 @@
 //! Stages receive these structs, never text, command-line flags or the process environment. A field
 //! is named after its variable, which `docs/configuration.md` explains; durations are [`Duration`],
 //! sizes carry their unit. Paths are absolute.
+//!
+//! Settings hold no secrets: no variable that they are made from has a secret name. They are written to
+//! logs, sent between ranks and stored with checkpoints.
 
 mod algorithm;
+mod offline;
+mod remote;
 mod resolve;
 pub mod values;
 
 pub use algorithm::{
     AlgorithmSettings, CriticSettings, ImportanceSettings, KlRewardSettings, RejectionSettings,
 };
+pub use offline::{EvalSettings, InferSettings};
+pub use remote::{AgentRuntimeSettings, DockerSettings, HostMount, ImageSettings, KubernetesSettings};
 pub use resolve::{check_text, resolve, Derived};
 
 use serde::{Deserialize, Serialize};
@@ -55,11 +62,59 @@ pub struct Settings {
     pub scheduler: SchedulerSettings,
     /// Native engine.
     pub engine: EngineSettings,
+    /// Parallel plan of trainer and engine.
+    pub plan: PlanSettings,
+    /// Agent files of remote sandboxes.
+    pub agent_runtime: AgentRuntimeSettings,
+    /// `BACKEND=k8s`.
+    pub kubernetes: KubernetesSettings,
+    /// `BACKEND=docker`.
+    pub docker: DockerSettings,
+    /// Task images of remote sandboxes.
+    pub images: ImageSettings,
+    /// `legorl-rank eval`; `None` for other kinds of run.
+    pub eval: Option<EvalSettings>,
+    /// `legorl-rank infer`; `None` for other kinds of run.
+    pub infer: Option<InferSettings>,
+    /// Values that are valid and that this version cannot launch, from the table of variables.
+    pub unavailable: Vec<Unavailable>,
+}
+
+/// Parallel plan of trainer and engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlanSettings {
+    /// `EP_SIZE`: ranks that share a layer's experts.
+    pub ep_size: u32,
+    /// `GEN_TP`: ranks of an engine replica.
+    pub gen_tp: u32,
+    /// `ENABLE_R3`; `None` goes by the checkpoint.
+    pub enable_r3: Option<bool>,
+    /// `FUSED_KERNELS`.
+    pub fused_kernels: bool,
+    /// `ENABLE_ACTIVATION_OFFLOAD`.
+    pub activation_offload: bool,
+    /// `ROLLOUT_IS`; `None` is without importance weights.
+    pub rollout_is: Option<RolloutIs>,
+    /// `HARBOR_AGENT_NAME`; `None` leaves it to the scaffold.
+    pub agent_name: Option<String>,
+}
+
+/// A value that is valid and that this version cannot launch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unavailable {
+    /// Variable.
+    pub name: String,
+    /// Its value.
+    pub value: String,
+    /// What can be launched, to complete the sentence `use …`.
+    pub instead: String,
 }
 
 /// Names and axes of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSettings {
+    /// The command: training, evaluation or sampling run.
+    pub kind: RunKind,
     /// `PROJECT_NAME`.
     pub project_name: String,
     /// `EXP_NAME`.
@@ -109,7 +164,7 @@ pub struct ModelSettings {
 /// Task indexes and token budgets.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSettings {
-    /// `TRAIN_FILES`: parquet index.
+    /// `TRAIN_FILES`: parquet index; empty in evaluations and sampling runs.
     pub train_files: PathBuf,
     /// `VAL_FILES`: parquet index; `None` runs without validation.
     pub val_files: Option<PathBuf>,
@@ -182,7 +237,7 @@ pub struct SamplingSettings {
 pub struct ValidationSettings {
     /// `VAL_N`: trials of a held-out task.
     pub n: u32,
-    /// `VAL_TEMPERATURE`, `VAL_TOP_P`, `VAL_TOP_K`.
+    /// `VAL_TEMPERATURE`, `VAL_TOP_P`, `VAL_TOP_K`; temperature 0 where `VAL_DO_SAMPLE` is false.
     pub sampling: SamplingSettings,
     /// `HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC`: cap on the agent's time.
     pub agent_max_timeout: Duration,
@@ -263,6 +318,10 @@ pub struct ProxySettings {
     pub port: u16,
     /// `MAX_REQUEST_BODY_MB`, as bytes.
     pub max_request_body_bytes: usize,
+    /// `PROXY_TRAIN_BRANCHES`: kinds of branches that are trained on.
+    pub train_branches: Vec<crate::base::BranchKind>,
+    /// `PROXY_MAX_SESSION_TOKENS`: sampled tokens of a session; `None` for no cap.
+    pub max_session_tokens: Option<u64>,
 }
 
 /// Session scheduler.

@@ -2,6 +2,7 @@
 
 use super::values::*;
 use super::*;
+use crate::base::BranchKind;
 use crate::config::{
     error::{ConfigError, ValueProblem},
     layers::Layered,
@@ -22,8 +23,9 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
         Kind::Integer { min, max } => match text.parse::<i64>() {
             Ok(n) if (min..=max).contains(&n) => Ok(()),
             _ => Err(format!(
-                "must be a whole number {}, and is `{shown}`",
-                range(&min, &max, i64::from(u32::MAX))
+                "must be a whole number {}, and is `{shown}`{}",
+                range(&min, &max, i64::from(u32::MAX)),
+                digits_hint(text)
             )),
         },
         Kind::Number { min, max } => match text.parse::<f64>() {
@@ -39,6 +41,9 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
         },
         Kind::Choice(names) if names.contains(&text) => Ok(()),
         Kind::Choice(names) => {
+            if let Some(hint) = misplaced(variable.name, text) {
+                return Err(format!("must be one of {}; {hint}", names.join(", ")));
+            }
             let near = names
                 .iter()
                 .map(|name| (strsim::damerau_levenshtein(name, &text.to_lowercase()), name))
@@ -51,6 +56,35 @@ pub fn check_text(variable: &Variable, text: &str) -> Result<(), String> {
                 names.join(", ")
             ))
         }
+    }
+}
+
+/// For numbers that are written for readers: `30,000`, `30_000`, `30k`, `1e3`.
+fn digits_hint(text: &str) -> &'static str {
+    let number = text.starts_with(|c: char| c.is_ascii_digit())
+        && text
+            .chars()
+            .all(|c| c.is_ascii_digit() || ",_'kKmMgGeE".contains(c));
+    if number && text.contains(|c: char| !c.is_ascii_digit()) {
+        "; write digits alone"
+    } else {
+        ""
+    }
+}
+
+/// What people type for something that has another name or another place.
+fn misplaced(variable: &str, text: &str) -> Option<&'static str> {
+    match (variable, text.to_ascii_lowercase().as_str()) {
+        ("ADV_ESTIMATOR", "ppo") => {
+            Some("PPO's own estimator is `gae`, and its loss is POLICY_LOSS_MODE=vanilla")
+        }
+        ("ADV_ESTIMATOR", "gspo") => Some("`gspo` is a loss: POLICY_LOSS_MODE=gspo"),
+        ("POLICY_LOSS_MODE", "ppo" | "grpo") => Some("the clipped loss of both is `vanilla`"),
+        ("BACKEND", "kubernetes") => Some("Kubernetes is `k8s`"),
+        ("SCAFFOLD", "claude-code" | "claude") => Some("Claude Code is `cc`"),
+        ("SCAFFOLD", "opencode") => Some("OpenCode is `oc`"),
+        ("SCAFFOLD", "openhands") => Some("OpenHands is `ohsdk` (its SDK) or `oh` (the full program)"),
+        _ => None,
     }
 }
 
@@ -75,11 +109,13 @@ fn is_unset(text: &str) -> bool {
     text.is_empty() || text.eq_ignore_ascii_case("null") || text.eq_ignore_ascii_case("none")
 }
 
-/// Reads variables and collects what is wrong with them.
+/// Reads variables as the table says and collects problems.
 pub(super) struct Resolver<'a> {
+    pub(super) kind: RunKind,
     layered: &'a Layered,
     problems: Vec<ValueProblem>,
     derived: Derived,
+    unavailable: Vec<Unavailable>,
     #[cfg(test)]
     read: std::collections::BTreeSet<&'static str>,
 }
@@ -93,10 +129,20 @@ impl Resolver<'_> {
             self.problem(name, "is not in the table of variables".into());
             return None;
         };
+        if !variable.is_for(self.kind) {
+            // A text that is nobody's business: the default keeps the arithmetic going.
+            return match variable.default {
+                DefaultValue::Value(text) => Some(text.to_owned()),
+                _ => None,
+            };
+        }
         let set = self.layered.get(name).map(|entry| entry.text.clone());
         match set.filter(|text| !is_unset(text)) {
             Some(text) => match check_text(variable, &text) {
-                Ok(()) => Some(text),
+                Ok(()) => {
+                    self.note_unavailable(variable, &text);
+                    Some(text)
+                }
                 Err(problem) => {
                     self.problem(name, problem);
                     None
@@ -113,6 +159,28 @@ impl Resolver<'_> {
         }
     }
 
+    /// Valid and not in this version.
+    fn note_unavailable(&mut self, variable: &Variable, text: &str) {
+        let Some(available) = variable.available else {
+            return;
+        };
+        let same = |known: &&str| match variable.kind {
+            Kind::Bool => parse_bool(known) == parse_bool(text),
+            _ => known.eq_ignore_ascii_case(text),
+        };
+        if !available.iter().any(same) {
+            self.unavailable.push(Unavailable {
+                name: variable.name.to_owned(),
+                value: text.to_owned(),
+                instead: if available.is_empty() {
+                    "no value".to_owned()
+                } else {
+                    available.join(" or ")
+                },
+            });
+        }
+    }
+
     pub(super) fn problem(&mut self, name: &str, problem: String) {
         self.problems.push(ValueProblem {
             name: name.to_owned(),
@@ -125,11 +193,11 @@ impl Resolver<'_> {
         self.text(name).unwrap_or_default()
     }
 
-    fn int(&mut self, name: &'static str) -> Option<i64> {
+    pub(super) fn int(&mut self, name: &'static str) -> Option<i64> {
         self.text(name).and_then(|text| text.parse().ok())
     }
 
-    fn u32(&mut self, name: &'static str) -> u32 {
+    pub(super) fn u32(&mut self, name: &'static str) -> u32 {
         self.int(name).and_then(|n| u32::try_from(n).ok()).unwrap_or(1)
     }
 
@@ -138,11 +206,11 @@ impl Resolver<'_> {
     }
 
     /// A count for which 0 and -1 mean "not set".
-    fn positive(&mut self, name: &'static str) -> Option<u32> {
+    pub(super) fn positive(&mut self, name: &'static str) -> Option<u32> {
         self.opt_u32(name).filter(|n| *n > 0)
     }
 
-    fn opt_f64(&mut self, name: &'static str) -> Option<f64> {
+    pub(super) fn opt_f64(&mut self, name: &'static str) -> Option<f64> {
         self.text(name).and_then(|text| text.parse().ok())
     }
 
@@ -150,11 +218,11 @@ impl Resolver<'_> {
         self.opt_f64(name).unwrap_or_default()
     }
 
-    fn seconds(&mut self, name: &'static str) -> Duration {
+    pub(super) fn seconds(&mut self, name: &'static str) -> Duration {
         Duration::from_secs_f64(self.f64(name))
     }
 
-    fn opt_bool(&mut self, name: &'static str) -> Option<bool> {
+    pub(super) fn opt_bool(&mut self, name: &'static str) -> Option<bool> {
         self.text(name).and_then(|text| parse_bool(&text))
     }
 
@@ -174,20 +242,26 @@ impl Resolver<'_> {
             .unwrap_or(fallback)
     }
 
-    fn path(&mut self, name: &'static str) -> Option<PathBuf> {
+    pub(super) fn path(&mut self, name: &'static str) -> Option<PathBuf> {
         self.text(name)
             .map(|text| absolute(&self.layered.repo_root, &text))
     }
 
     /// Writes down what a computed default came to, for `config show`.
-    fn derive<T: ToString>(&mut self, name: &'static str, set: Option<T>, computed: T) -> T {
+    pub(super) fn derive<T: ToString>(&mut self, name: &'static str, set: Option<T>, computed: T) -> T {
         set.unwrap_or_else(|| {
             self.derived.push((name, computed.to_string()));
             computed
         })
     }
 
-    fn derive_path(&mut self, name: &'static str, folder: &str, project: &str, exp: &str) -> PathBuf {
+    pub(super) fn derive_path(
+        &mut self,
+        name: &'static str,
+        folder: &str,
+        project: &str,
+        exp: &str,
+    ) -> PathBuf {
         let set = self.path(name);
         let computed = self.layered.repo_root.join(folder).join(project).join(exp);
         let text = computed.display().to_string();
@@ -210,15 +284,18 @@ fn absolute(root: &Path, text: &str) -> PathBuf {
 pub type Derived = Vec<(&'static str, String)>;
 
 /// Settings, and the computed defaults that went into them.
-pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
+pub fn resolve(layered: &Layered, kind: RunKind) -> Result<(Settings, Derived), ConfigError> {
     let mut r = Resolver {
+        kind,
         layered,
         problems: Vec::new(),
         derived: Vec::new(),
+        unavailable: Vec::new(),
         #[cfg(test)]
         read: Default::default(),
     };
-    let settings = read(&mut r);
+    let mut settings = read(&mut r);
+    settings.unavailable = std::mem::take(&mut r.unavailable);
     #[cfg(test)]
     tests::assert_reads_the_whole_table(&r.read);
     if r.problems.is_empty() {
@@ -230,6 +307,7 @@ pub fn resolve(layered: &Layered) -> Result<(Settings, Derived), ConfigError> {
 
 fn read(r: &mut Resolver<'_>) -> Settings {
     let run = RunSettings {
+        kind: r.kind,
         project_name: folder_name(r, "PROJECT_NAME"),
         exp_name: folder_name(r, "EXP_NAME"),
         training_mode: r.choice("TRAINING_MODE", TrainingMode::from_name, TrainingMode::Sync),
@@ -285,7 +363,7 @@ fn read(r: &mut Resolver<'_>) -> Settings {
         sampling: sampling(r, ["TEMPERATURE", "TOP_P", "TOP_K"]),
         validation: ValidationSettings {
             n: r.u32("VAL_N"),
-            sampling: sampling(r, ["VAL_TEMPERATURE", "VAL_TOP_P", "VAL_TOP_K"]),
+            sampling: validation_sampling(r),
             agent_max_timeout: r.seconds("HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC"),
             max_retries: r.opt_u32("HARBOR_VAL_MAX_RETRIES").unwrap_or_default(),
         },
@@ -313,12 +391,16 @@ fn read(r: &mut Resolver<'_>) -> Settings {
                 .and_then(|n| u64::try_from(n).ok()),
         },
         proxy: ProxySettings {
-            host: r.string("PROXY_HOST"),
+            host: proxy_host(r, run.backend),
             port: r
                 .int("PROXY_PORT")
                 .and_then(|n| u16::try_from(n).ok())
                 .unwrap_or_default(),
             max_request_body_bytes: (r.u32("MAX_REQUEST_BODY_MB") as usize) << 20,
+            train_branches: branch_kinds(r, "PROXY_TRAIN_BRANCHES"),
+            max_session_tokens: r
+                .int("PROXY_MAX_SESSION_TOKENS")
+                .and_then(|n| u64::try_from(n).ok()),
         },
         scheduler: SchedulerSettings {
             enabled: r.bool("HARBOR_SESSION_LEVEL_SCHEDULER"),
@@ -327,6 +409,14 @@ fn read(r: &mut Resolver<'_>) -> Settings {
             wait_poll: r.seconds("HARBOR_SESSION_SCHEDULER_WAIT_POLL_SEC"),
             idle_grace: r.seconds("HARBOR_SESSION_SCHEDULER_IDLE_GRACE_SEC"),
         },
+        plan: plan(r),
+        agent_runtime: remote::agent_runtime(r),
+        kubernetes: remote::kubernetes(r),
+        docker: remote::docker(r),
+        images: remote::images(r),
+        eval: offline::eval(r),
+        infer: offline::infer(r),
+        unavailable: Vec::new(),
         run,
         paths,
         data,
@@ -348,6 +438,25 @@ fn folder_name(r: &mut Resolver<'_>, name: &'static str) -> String {
     text
 }
 
+/// Names with commas between them.
+fn branch_kinds(r: &mut Resolver<'_>, name: &'static str) -> Vec<BranchKind> {
+    let text = r.string(name);
+    let mut kinds = Vec::new();
+    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+        match BranchKind::from_name(word) {
+            Some(kind) => kinds.push(kind),
+            None => {
+                let known: Vec<&str> = BranchKind::ALL.iter().map(|kind| kind.name()).collect();
+                r.problem(
+                    name,
+                    format!("names the unknown kind `{word}`; known: {}", known.join(", ")),
+                );
+            }
+        }
+    }
+    kinds
+}
+
 fn topology(r: &mut Resolver<'_>) -> TopologySettings {
     let nnodes = r.u32("NNODES");
     let n_nodes_rollout = r.opt_u32("N_NODES_ROLLOUT").unwrap_or_default();
@@ -359,6 +468,28 @@ fn topology(r: &mut Resolver<'_>) -> TopologySettings {
         ngpus_per_node: r.u32("NGPUS_PER_NODE"),
         sp_size: r.u32("SP_SIZE"),
     }
+}
+
+fn plan(r: &mut Resolver<'_>) -> PlanSettings {
+    PlanSettings {
+        ep_size: r.u32("EP_SIZE"),
+        gen_tp: r.u32("GEN_TP"),
+        enable_r3: r.opt_bool("ENABLE_R3"),
+        fused_kernels: r.bool("FUSED_KERNELS"),
+        activation_offload: r.bool("ENABLE_ACTIVATION_OFFLOAD"),
+        rollout_is: r.text("ROLLOUT_IS").and_then(|text| RolloutIs::from_name(&text)),
+        agent_name: r.text("HARBOR_AGENT_NAME"),
+    }
+}
+
+/// Sandboxes on this machine need nothing but loopback; others come over the network.
+fn proxy_host(r: &mut Resolver<'_>, backend: Backend) -> String {
+    let set = r.text("PROXY_HOST");
+    let computed = match backend {
+        Backend::Process => "127.0.0.1",
+        _ => "0.0.0.0",
+    };
+    r.derive("PROXY_HOST", set, computed.to_owned())
 }
 
 fn batch(r: &mut Resolver<'_>, window: u32, sp_size: u32) -> BatchSettings {
@@ -404,6 +535,18 @@ fn sampling(r: &mut Resolver<'_>, [temperature, top_p, top_k]: [&'static str; 3]
         temperature: r.f64(temperature) as f32,
         top_p: r.f64(top_p) as f32,
         top_k: r.positive(top_k).unwrap_or_default(),
+    }
+}
+
+fn validation_sampling(r: &mut Resolver<'_>) -> SamplingSettings {
+    let sampled = sampling(r, ["VAL_TEMPERATURE", "VAL_TOP_P", "VAL_TOP_K"]);
+    if r.bool("VAL_DO_SAMPLE") {
+        sampled
+    } else {
+        SamplingSettings {
+            temperature: 0.0,
+            ..sampled
+        }
     }
 }
 

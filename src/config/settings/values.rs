@@ -13,6 +13,9 @@ macro_rules! choice {
         }
 
         impl $name {
+            /// Every value.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
             /// Every name, in the order of the documentation.
             pub const NAMES: &'static [&'static str] = &[$($text),+];
 
@@ -40,6 +43,17 @@ macro_rules! choice {
     };
 }
 
+choice!(
+    /// What a run is for: the command that it is started with.
+    RunKind {
+        /// Training.
+        Train = "train",
+        /// Scores of a checkpoint on a data set.
+        Eval = "eval",
+        /// Trials of many tasks, to choose tasks from.
+        Infer = "infer",
+    }
+);
 choice!(
     /// `TRAINING_MODE`: where rollouts run.
     TrainingMode {
@@ -97,6 +111,48 @@ choice!(
         Hermes = "hermes",
         /// XML parameters inside `<tool_call>`.
         Qwen3Coder = "qwen3_coder",
+        /// vLLM's second parser of the same markup.
+        Qwen3Xml = "qwen3_xml",
+        /// Llama 3.
+        Llama3Json = "llama3_json",
+        /// Llama 4.
+        Llama4Pythonic = "llama4_pythonic",
+        /// Calls as a Python list.
+        Pythonic = "pythonic",
+        /// Mistral.
+        Mistral = "mistral",
+        /// DeepSeek V3 and R1.
+        DeepseekV3 = "deepseek_v3",
+        /// DeepSeek V3.1.
+        DeepseekV31 = "deepseek_v31",
+        /// GLM 4.5.
+        Glm45 = "glm45",
+        /// GLM 4.7.
+        Glm47 = "glm47",
+        /// Kimi K2.
+        KimiK2 = "kimi_k2",
+        /// MiniMax M2.
+        MinimaxM2 = "minimax_m2",
+        /// Seed OSS.
+        SeedOss = "seed_oss",
+        /// Step 3.
+        Step3 = "step3",
+        /// Granite.
+        Granite = "granite",
+        /// Hunyuan.
+        HunyuanA13b = "hunyuan_a13b",
+        /// InternLM.
+        Internlm = "internlm",
+        /// Jamba.
+        Jamba = "jamba",
+        /// Phi 4 mini.
+        Phi4MiniJson = "phi4_mini_json",
+        /// xLAM.
+        Xlam = "xlam",
+        /// gpt-oss.
+        Openai = "openai",
+        /// The one of these that the checkpoint's chat template writes.
+        Auto = "auto",
     }
 );
 choice!(
@@ -163,8 +219,8 @@ choice!(
     }
 );
 choice!(
-    /// `ROLLOUT_IS`.
-    ImportanceLevelName {
+    /// `ROLLOUT_IS`: importance weights between the policy that sampled and the one before the update.
+    RolloutIs {
         /// A weight for each token.
         Token = "token",
         /// One for the whole sequence: the product of its tokens' weights.

@@ -1,8 +1,8 @@
 //! Variables of the step: batch, advantages, losses, optimizer.
 
-use super::{between, integer, number, row, DefaultValue::*, Kind::*, Tier::*, Variable};
+use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
 use crate::config::settings::values::{
-    AdvEstimator, ImportanceLevelName, KlControl, KlLossType, LossAggMode, LrScheduler, PolicyLossMode,
+    AdvEstimator, KlControl, KlLossType, LossAggMode, LrScheduler, PolicyLossMode, RolloutIs,
 };
 
 const BATCH: &str = "Batch";
@@ -14,13 +14,13 @@ const OPTIMIZER: &str = "Optimizer";
 
 #[rustfmt::skip]
 pub(super) const VARIABLES: &[Variable] = &[
-    row(BATCH, "TRAIN_BSZ", integer(1), Value("64"), "prompts", Essential,
+    row(BATCH, "TRAIN_BSZ", whole(1, 65_536), Value("64"), "prompts", Essential,
         "Prompts of a step; each is one group of N_RESP trials."),
-    row(BATCH, "TRAIN_MINI_BSZ", integer(1), Derived("TRAIN_BSZ"), "prompts", Common,
+    row(BATCH, "TRAIN_MINI_BSZ", whole(1, 65_536), Derived("TRAIN_BSZ"), "prompts", Common,
         "Prompts of one optimizer update; it divides TRAIN_BSZ."),
-    row(BATCH, "N_RESP", integer(1), Value("8"), "trials", Essential,
+    row(BATCH, "N_RESP", whole(1, 4096), Value("8"), "trials", Essential,
         "Trials of a prompt, compared with each other."),
-    row(BATCH, "PPO_EPOCHS", integer(1), Value("1"), "passes", Advanced,
+    row(BATCH, "PPO_EPOCHS", whole(1, 1000), Value("1"), "passes", Advanced,
         "Passes over the batch of a step."),
     row(BATCH, "ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU", integer(1), Derived("(MAX_PROMPT + MAX_RESP) / SP_SIZE"), "tokens", Common,
         "Tokens that are packed into one micro-batch; a longer sequence goes alone."),
@@ -68,7 +68,7 @@ pub(super) const VARIABLES: &[Variable] = &[
 
     row(CORRECTION, "ROLLOUT_CORRECTION_BYPASS", Bool, Value("False"), "", Common,
         "Take the log-probabilities of the moment of sampling as the denominator of the ratio, instead of those of the policy before the update. Under async the clip then bounds the distance from the policy that sampled."),
-    row(CORRECTION, "ROLLOUT_IS", Choice(ImportanceLevelName::NAMES), Unset("no importance weights"), "", Common,
+    row(CORRECTION, "ROLLOUT_IS", Choice(RolloutIs::NAMES), Unset("no importance weights"), "", Common,
         "Weigh the policy loss by the ratio between the policy before the update and the policy that sampled, by token or by sequence. On long sequences the product of `sequence` leaves few of them with any weight."),
     row(CORRECTION, "ROLLOUT_IS_THRESHOLD", Text, Value("2.0"), "", Common,
         "Upper bound of these weights; larger ones are cut to it. Two numbers `lower_upper` give the weight 0 to what lies outside (IcePop)."),

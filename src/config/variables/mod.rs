@@ -2,11 +2,16 @@
 //! from it; adding a variable means adding a row here and reading it in `settings::resolve`.
 
 mod algorithm;
+pub mod aliases;
 mod inert;
+pub mod offline;
+pub mod remote;
 mod rollout;
 mod run;
 
 pub use crate::base::is_secret;
+use crate::config::settings::values::RunKind;
+pub use aliases::{canonical, ALIASES};
 pub use inert::{no_effect, NoEffect, NO_EFFECT};
 
 /// What a value must look like.
@@ -39,7 +44,7 @@ pub enum Kind {
 /// What holds when no layer sets the variable.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum DefaultValue {
-    /// The run cannot start without a value.
+    /// A run that reads the variable cannot start without a value.
     Required,
     /// This text.
     Value(&'static str),
@@ -77,13 +82,43 @@ pub struct Variable {
     pub tier: Tier,
     /// What it does, in one or two sentences.
     pub doc: &'static str,
+    /// Kinds of run that read it; elsewhere it is neither required nor checked.
+    pub kinds: &'static [RunKind],
+    /// The values that this version can launch, where it cannot launch all: `Some(&[])` is none but the
+    /// unset one. Preflight says `not in this version` for others.
+    pub available: Option<&'static [&'static str]>,
+}
+
+impl Variable {
+    /// Limits the row to kinds of run.
+    const fn only_for(mut self, kinds: &'static [RunKind]) -> Self {
+        self.kinds = kinds;
+        self
+    }
+
+    /// Names the values that this version can launch.
+    const fn only(mut self, values: &'static [&'static str]) -> Self {
+        self.available = Some(values);
+        self
+    }
+
+    /// True if a run of this kind reads the variable.
+    pub fn is_for(&self, kind: RunKind) -> bool {
+        self.kinds.contains(&kind)
+    }
 }
 
 /// Every variable that has an effect, by section and in reading order.
 pub fn all() -> impl Iterator<Item = &'static Variable> {
-    [run::VARIABLES, algorithm::VARIABLES, rollout::VARIABLES]
-        .into_iter()
-        .flatten()
+    [
+        run::VARIABLES,
+        algorithm::VARIABLES,
+        rollout::VARIABLES,
+        remote::VARIABLES,
+        offline::VARIABLES,
+    ]
+    .into_iter()
+    .flatten()
 }
 
 /// The variable with this name.
@@ -91,11 +126,23 @@ pub fn find(name: &str) -> Option<&'static Variable> {
     all().find(|v| v.name == name)
 }
 
+/// Every name that a configuration may use.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    all()
+        .map(|v| v.name)
+        .chain(ALIASES.iter().map(|(alias, _)| *alias))
+        .chain(NO_EFFECT.iter().map(|n| n.name))
+}
+
 /// The known name that is nearest to `name`, if one is near enough to be what was meant.
 pub fn nearest(name: &str) -> Option<&'static str> {
-    let names = all().map(|v| v.name).chain(NO_EFFECT.iter().map(|n| n.name));
-    names
-        .map(|known| (strsim::damerau_levenshtein(name, known), known))
+    const LONGEST: usize = 64;
+    if name.len() > LONGEST {
+        return None;
+    }
+    let typed = name.to_ascii_uppercase();
+    names()
+        .map(|known| (strsim::damerau_levenshtein(&typed, known), known))
         .min()
         .filter(|(distance, known)| *distance <= 1 + known.len().max(name.len()) / 5)
         .map(|(_, known)| known)
@@ -118,7 +165,14 @@ const fn row(
         unit,
         tier,
         doc,
+        kinds: RunKind::ALL,
+        available: None,
     }
+}
+
+/// Whole numbers from `min` to `max`: more is a mistake, and products of such numbers stay small.
+const fn whole(min: i64, max: i64) -> Kind {
+    Kind::Integer { min, max }
 }
 
 /// Whole numbers from `min`, bounded so that products of sizes stay inside 64 bits.
@@ -171,12 +225,12 @@ mod tests {
                 );
             }
         }
+        for (alias, variable) in ALIASES {
+            assert!(seen.insert(alias), "{alias} is listed twice");
+            assert!(find(variable).is_some(), "{alias} is a second name of nothing");
+        }
         for entry in NO_EFFECT {
-            assert!(
-                seen.insert(entry.name),
-                "{} is both a variable and without effect",
-                entry.name
-            );
+            assert!(seen.insert(entry.name), "{} is listed twice", entry.name);
             assert!(entry.reason.ends_with('.'), "{}", entry.name);
         }
     }
@@ -185,6 +239,7 @@ mod tests {
     fn a_near_name_is_found_and_a_far_one_is_not() {
         assert_eq!(nearest("TRAIN_BZS"), Some("TRAIN_BSZ"));
         assert_eq!(nearest("MODLE_PATH"), Some("MODEL_PATH"));
+        assert_eq!(nearest("train_bsz"), Some("TRAIN_BSZ"));
         assert_eq!(nearest("COMPLETELY_DIFFERENT_THING"), None);
     }
 }

@@ -1,6 +1,6 @@
 //! Variables of rollouts: sampling, trials, agent, sandbox, proxy, scheduler, engine.
 
-use super::{between, integer, number, row, DefaultValue::*, Kind::*, Tier::*, Variable};
+use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
 
 const SAMPLING: &str = "Sampling";
 const TRIALS: &str = "Trials";
@@ -19,13 +19,13 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(SAMPLING, "TOP_K", Integer { min: -1, max: u32::MAX as i64 }, Value("-1"), "tokens", Common,
         "Most likely tokens in training; -1 or 0 keeps all."),
 
-    row(TRIALS, "N_CONCURRENT", integer(1), Value("128"), "trials", Common,
+    row(TRIALS, "N_CONCURRENT", whole(1, 1_000_000), Value("128"), "trials", Common,
         "Trials in flight at the same time."),
     row(TRIALS, "STALENESS", between(0.0, 100.0), Derived("1.0 under `async`, 0 under `sync`"), "steps", Common,
         "Optimizer steps by which a trained token may lag behind the policy."),
     row(TRIALS, "PARTIAL_ROLLOUT", Bool, Derived("True under `async`, False under `sync`"), "", Advanced,
         "New weights interrupt running generations, which go on with the tokens they have."),
-    row(TRIALS, "HARBOR_MAX_RETRIES", integer(0), Value("2"), "attempts", Common,
+    row(TRIALS, "HARBOR_MAX_RETRIES", whole(0, 1000), Value("2"), "attempts", Common,
         "Further attempts of a trial whose infrastructure failed."),
 
     row(AGENT, "HARBOR_AGENT_MAX_ITERATIONS", integer(1), Value("200"), "turns", Common,
@@ -39,6 +39,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AGENT, "HARBOR_MAX_CONSECUTIVE_NO_TOOL", integer(0), Value("3"), "turns", Advanced,
         "Turns in a row without a tool call before the session is closed; 0 never closes it."),
 
+
     row(SANDBOX, "SANDBOX_ROOTFS", Path, Unset("the host's system folders, read-only"), "", Common,
         "Root tree of process sandboxes."),
     row(SANDBOX, "SANDBOX_PIDS_LIMIT", integer(8), Value("256"), "processes", Advanced,
@@ -48,12 +49,16 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(SANDBOX, "HARBOR_ENVIRONMENT_OVERRIDE_MEMORY_MB", Integer { min: 16, max: 1 << 30 }, Unset("the task's own number"), "MiB", Common,
         "Memory of a sandbox."),
 
-    row(PROXY, "PROXY_HOST", Text, Value("127.0.0.1"), "", Advanced,
+    row(PROXY, "PROXY_HOST", Text, Derived("127.0.0.1 under BACKEND=process, else 0.0.0.0"), "", Advanced,
         "Address that the proxy listens on."),
     row(PROXY, "PROXY_PORT", Integer { min: 0, max: 65535 }, Value("0"), "", Advanced,
         "Port of the proxy; 0 takes any free one."),
     row(PROXY, "MAX_REQUEST_BODY_MB", Integer { min: 1, max: 65536 }, Value("256"), "MiB", Advanced,
         "Largest request body; a larger one is refused with status 413."),
+    row(PROXY, "PROXY_TRAIN_BRANCHES", Text, Value("main,sub_agent,compaction,retry,rewritten"), "", Advanced,
+        "Kinds of branches of a trial that are trained on; `side` (requests without tools, such as titles) is the other one."),
+    row(PROXY, "PROXY_MAX_SESSION_TOKENS", integer(1), Unset("no cap"), "tokens", Advanced,
+        "Sampled tokens of a trial over all its branches; then its requests are answered with a notice."),
 
     row(SCHEDULER, "HARBOR_SESSION_LEVEL_SCHEDULER", Bool, Value("False"), "", Common,
         "Hold turns back while the engine's cache is nearly full, so that running sessions keep their prefixes."),
@@ -70,7 +75,7 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Context of a sequence in the engine."),
     row(ENGINE, "ENGINE_KV_CACHE_TOKENS", Integer { min: 2, max: 1 << 40 }, Derived("ENGINE_MAX_NUM_SEQS x ROLLOUT_MAX_MODEL_LEN"), "tokens", Common,
         "Capacity of the engine's cache."),
-    row(ENGINE, "ENGINE_MAX_NUM_SEQS", integer(1), Value("64"), "sequences", Common,
+    row(ENGINE, "ENGINE_MAX_NUM_SEQS", whole(1, 1_000_000), Value("64"), "sequences", Common,
         "Sequences in the engine's running batch."),
     row(ENGINE, "ENGINE_MAX_TOKENS_PER_TURN", integer(1), Derived("MAX_RESP"), "tokens", Common,
         "Sampled tokens of one turn."),

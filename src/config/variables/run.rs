@@ -1,7 +1,9 @@
 //! Variables of the run itself: identity, axes, model, data, folders, topology, schedule.
 
-use super::{between, integer, number, row, DefaultValue::*, Kind, Kind::*, Tier::*, Variable};
-use crate::config::settings::values::{Backend, ModelEngine, Scaffold, ToolCallParser, TrainingMode};
+use super::{between, integer, number, row, whole, DefaultValue::*, Kind, Kind::*, Tier::*, Variable};
+use crate::config::settings::values::{
+    Backend, ModelEngine, RunKind, Scaffold, ToolCallParser, TrainingMode,
+};
 
 const IDENTITY: &str = "Identity";
 const AXES: &str = "Axes";
@@ -23,25 +25,25 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AXES, "TRAINING_MODE", Choice(TrainingMode::NAMES), Value("sync"), "", Essential,
         "`sync`: one pool that trains and generates in turn. `async`: separate pools, and the trainer never waits for the slowest trial."),
     row(AXES, "MODEL_ENGINE", Choice(ModelEngine::NAMES), Value("fsdp"), "", Essential,
-        "Parallel plan of the trainer. `fsdp` shards dense policies."),
+        "Parallel plan of the trainer. `fsdp` shards dense policies; `veomni` adds expert and sequence parallelism for mixture-of-experts policies; `megatron` is tensor parallelism."),
     row(AXES, "SCAFFOLD", Choice(Scaffold::NAMES), Value("mini"), "", Essential,
-        "The agent that works on a task. `mini` is the built-in shell agent."),
+        "The agent that works on a task. `mini` is the built-in shell agent, `ohsdk` the OpenHands SDK, `oh` OpenHands, `cc` Claude Code, `oc` OpenCode."),
     row(AXES, "BACKEND", Choice(Backend::NAMES), Value("process"), "", Essential,
-        "Where sandboxes run. `process` uses bubblewrap on the machine itself."),
+        "Where sandboxes run. `process` uses bubblewrap on the machine itself, `docker` a Docker daemon, `k8s` Kubernetes pods, `apptainer` Apptainer on the node."),
 
     row(MODEL, "MODEL_PATH", Path, Required, "", Essential,
         "Starting policy: a folder in Hugging Face layout."),
     row(MODEL, "SERVED_MODEL_NAME", Text, Value("vllm_model"), "", Advanced,
         "Model name that agents see at the proxy."),
     row(MODEL, "TOOL_CALL_PARSER", Choice(ToolCallParser::NAMES), Value("hermes"), "", Essential,
-        "Markup of tool calls; it must be the one that the checkpoint's chat template writes."),
+        "Markup of tool calls; it must be the one that the checkpoint's chat template writes. `auto` finds it out."),
     row(MODEL, "TRAIN_FILES", Path, Required, "", Essential,
-        "Training index: a parquet table that points at task folders (`legorl-rank index build`)."),
+        "Training index: a parquet table that points at task folders (`legorl-rank index build`).").only_for(&[RunKind::Train]),
     row(MODEL, "VAL_FILES", Path, Unset("the run has no validation"), "", Essential,
         "Held-out index, in the same form."),
-    row(MODEL, "MAX_PROMPT", integer(1), Value("30000"), "tokens", Common,
+    row(MODEL, "MAX_PROMPT", whole(1, 1 << 30), Value("30000"), "tokens", Common,
         "Largest prompt of a session's first turn."),
-    row(MODEL, "MAX_RESP", integer(1), Value("170000"), "tokens", Common,
+    row(MODEL, "MAX_RESP", whole(1, 1 << 30), Value("170000"), "tokens", Common,
         "Everything after the first prompt: sampled turns and tool results. MAX_PROMPT + MAX_RESP is the window of a trial."),
 
     row(FOLDERS, "RUN_DIR", Path, Derived("`runs/<PROJECT_NAME>/<EXP_NAME>`"), "", Common,
@@ -55,20 +57,20 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(FOLDERS, "HARBOR_TRIALS_DIR", Path, Derived("`harbor_trials/<PROJECT_NAME>/<EXP_NAME>`"), "", Common,
         "One folder per trial, in Harbor's layout."),
 
-    row(TOPOLOGY, "NNODES", integer(1), Value("1"), "nodes", Essential,
+    row(TOPOLOGY, "NNODES", whole(1, 65_536), Value("1"), "nodes", Essential,
         "Nodes of the run; the sum of N_NODES_TRAIN and N_NODES_ROLLOUT."),
-    row(TOPOLOGY, "N_NODES_TRAIN", integer(1), Derived("NNODES - N_NODES_ROLLOUT"), "nodes", Essential,
+    row(TOPOLOGY, "N_NODES_TRAIN", whole(1, 65_536), Derived("NNODES - N_NODES_ROLLOUT"), "nodes", Essential,
         "Nodes that train."),
-    row(TOPOLOGY, "N_NODES_ROLLOUT", integer(0), Value("0"), "nodes", Essential,
+    row(TOPOLOGY, "N_NODES_ROLLOUT", whole(0, 65_536), Value("0"), "nodes", Essential,
         "Nodes that only generate; 0 under `sync`, at least 1 under `async`."),
-    row(TOPOLOGY, "NGPUS_PER_NODE", integer(1), Value("8"), "GPUs", Common,
+    row(TOPOLOGY, "NGPUS_PER_NODE", whole(1, 1024), Value("8"), "GPUs", Common,
         "GPUs of a node; on machines without GPUs, ranks of a node."),
-    row(TOPOLOGY, "SP_SIZE", integer(1), Value("1"), "ranks", Common,
+    row(TOPOLOGY, "SP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
         "Ranks that share one sequence; it divides the number of trainer ranks."),
-    row(TOPOLOGY, "TORCH_NUM_THREADS", integer(0), Value("0"), "threads", Advanced,
+    row(TOPOLOGY, "TORCH_NUM_THREADS", whole(0, 65_536), Value("0"), "threads", Advanced,
         "CPU threads of tensor operations per rank; 0 takes the cores that the process may use."),
 
-    row(SCHEDULE, "TOTAL_EPOCHS", integer(1), Value("1"), "passes", Common,
+    row(SCHEDULE, "TOTAL_EPOCHS", whole(1, 1_000_000), Value("1"), "passes", Common,
         "Passes over the training index."),
     row(SCHEDULE, "TOTAL_TRAINING_STEPS", Integer { min: 1, max: u32::MAX as i64 }, Unset("TOTAL_EPOCHS decides"), "steps", Common,
         "Length of the run in optimizer steps; wins over TOTAL_EPOCHS."),
@@ -79,17 +81,19 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(SCHEDULE, "TRAINER_VAL_BEFORE_TRAIN", Bool, Value("True"), "", Common,
         "Validate the starting policy."),
 
-    row(VALIDATION, "VAL_N", integer(1), Value("1"), "trials", Common,
+    row(VALIDATION, "VAL_N", whole(1, 4096), Value("1"), "trials", Common,
         "Trials of each held-out task."),
     row(VALIDATION, "VAL_TEMPERATURE", between(0.0, 100.0), Value("0.7"), "", Common,
         "Sampling temperature in validation; 0 is greedy."),
+    row(VALIDATION, "VAL_DO_SAMPLE", Bool, Value("True"), "", Advanced,
+        "False makes validation greedy, whatever VAL_TEMPERATURE says."),
     row(VALIDATION, "VAL_TOP_P", between(1e-6, 1.0), Value("1.0"), "", Advanced,
         "Nucleus in validation; 1.0 keeps all tokens."),
     row(VALIDATION, "VAL_TOP_K", Integer { min: -1, max: u32::MAX as i64 }, Value("-1"), "tokens", Advanced,
         "Most likely tokens in validation; -1 or 0 keeps all."),
     row(VALIDATION, "HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC", number(0.1), Value("4800"), "seconds", Common,
         "Cap on the agent's time in validation."),
-    row(VALIDATION, "HARBOR_VAL_MAX_RETRIES", integer(0), Value("2"), "attempts", Advanced,
+    row(VALIDATION, "HARBOR_VAL_MAX_RETRIES", whole(0, 1000), Value("2"), "attempts", Advanced,
         "Further attempts of a validation trial whose infrastructure failed."),
 ];
 

@@ -24,7 +24,7 @@ pub enum ModelError {
         source: serde_json::Error,
     },
     /// An architecture that is not implemented.
-    #[error("`{}`: model_type `{model_type}` is not supported (supported: qwen3)", path.display())]
+    #[error("`{}`: model_type `{model_type}` is not supported (supported: {})", path.display(), super::ModelType::supported())]
     UnsupportedModelType {
         /// The `config.json`.
         path: PathBuf,

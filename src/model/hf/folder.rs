@@ -1,12 +1,17 @@
 //! The safetensors files of a model folder, memory-mapped.
 
-use super::{header, header::Entry, ModelConfig, ModelError};
+use super::{
+    experts::{self, Part},
+    header,
+    header::Entry,
+    ModelConfig, ModelError, TensorSpec,
+};
 use crate::base::{DType, WeightTensor};
 use bytes::Bytes;
 use memmap2::Mmap;
 use serde::Deserialize;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     fs::File,
     ops::Range,
     path::{Path, PathBuf},
@@ -192,9 +197,101 @@ impl Checkpoint {
         })
     }
 
-    /// Every tensor of the model, in checkpoint order. Tensors that the model does not have are left out.
+    /// A tensor of the network. Experts that are stored one by one are put together, which copies them;
+    /// everything else stays where it lies.
+    pub fn read(&self, spec: &TensorSpec) -> Result<StoredTensor, ModelError> {
+        let parts = self.parts(spec);
+        if parts.is_empty() {
+            return self.get(&spec.name, &spec.shape);
+        }
+        let mut data = Vec::new();
+        let mut first: Option<StoredTensor> = None;
+        for part in parts {
+            let stored = self.get(&part.spec.name, &part.spec.shape)?;
+            match &first {
+                Some(first) if first.dtype != stored.dtype => {
+                    return Err(ModelError::Tensor {
+                        name: stored.name,
+                        path: stored.path,
+                        problem: format!(
+                            "its element type differs from that of `{}`, and both are experts of one layer",
+                            first.name
+                        ),
+                    });
+                }
+                _ => data.extend_from_slice(&stored.data),
+            }
+            first.get_or_insert(stored);
+        }
+        let Some(first) = first else {
+            unreachable!("the list of parts is not empty")
+        };
+        Ok(StoredTensor {
+            name: spec.name.clone(),
+            shape: spec.shape.clone(),
+            data: data.into(),
+            ..first
+        })
+    }
+
+    /// The stored tensors that make up one of the network, where it is not stored as it is.
+    pub(super) fn parts(&self, spec: &TensorSpec) -> Vec<Part> {
+        if self.tensors.contains_key(&spec.name) {
+            return Vec::new();
+        }
+        experts::parts(spec)
+    }
+
+    /// Every tensor of the network, in checkpoint order. Tensors that it does not have are left out.
     pub fn read_all(&self, config: &ModelConfig) -> Result<Vec<StoredTensor>, ModelError> {
-        let table = config.tensor_table();
-        table.iter().map(|t| self.get(&t.name, &t.shape)).collect()
+        config.tensor_table().iter().map(|t| self.read(t)).collect()
+    }
+
+    /// Looks, in the headers alone, whether every tensor of the network is there with its shape.
+    pub fn check(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        for spec in config.tensor_table() {
+            let parts = self.parts(&spec);
+            if parts.is_empty() {
+                self.get(&spec.name, &spec.shape)?;
+            }
+            for part in parts {
+                self.get(&part.spec.name, &part.spec.shape)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Names and bytes of the stored tensors that do not belong to the network, sorted by name.
+    pub fn others(&self, config: &ModelConfig) -> Vec<(&str, usize)> {
+        let mut own = HashSet::new();
+        for spec in config.tensor_table() {
+            own.extend(self.parts(&spec).into_iter().map(|part| part.spec.name));
+            own.insert(spec.name);
+        }
+        let others = self.tensors.iter().filter(|(name, _)| !own.contains(*name));
+        others
+            .map(|(name, (_, entry))| (name.as_str(), entry.range().len()))
+            .collect()
+    }
+
+    /// The error for the first tensor with an element type of quantised checkpoints.
+    pub(super) fn first_quantised(&self) -> Option<ModelError> {
+        let quantised = |(_, (_, entry)): &(&String, &(usize, Entry))| {
+            !matches!(entry.dtype.as_str(), "F32" | "BF16" | "F16" | "F64")
+        };
+        let (name, (shard, entry)) = self.tensors.iter().find(quantised)?;
+        Some(ModelError::Tensor {
+            name: name.clone(),
+            path: self.shards[*shard].path.clone(),
+            problem: format!(
+                "element type {}: quantised checkpoints are not supported; use the bf16 release",
+                entry.dtype
+            ),
+        })
+    }
+
+    /// The files with their maps, in the order in which they were opened.
+    pub(super) fn shards(&self) -> impl Iterator<Item = (&Path, &[u8])> {
+        self.shards.iter().map(|s| (s.path.as_path(), &s.map[..]))
     }
 }

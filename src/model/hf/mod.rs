@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `config.json`, `generation_config.json` | [`ModelConfig::from_dir`] | [`save_folder`] |
 //! | `model.safetensors`, or `model.safetensors.index.json` and its shards | [`Checkpoint`] | [`save_folder`] |
+//! | any of them, with a vision tower and draft layers | – | [`export_folder`] |
 //! | tokenizer, chat template, … ([`AUXILIARY_FILES`]) | `model::tokenizer`, `model::chat_template` | copied by [`save_folder`] |
 //!
 //! Which tensors a model has, with names, shapes and order, is the [`ModelConfig::tensor_table`]; that
@@ -14,15 +15,28 @@
 
 mod config;
 mod error;
+mod experts;
+mod export;
+#[cfg(test)]
+mod family_tests;
 mod folder;
 mod header;
+mod keys;
+mod layers;
+mod refuse;
+mod rope;
 mod save;
 mod table;
 #[cfg(test)]
 mod tests;
 
-pub use config::{ModelConfig, ModelType};
+pub use config::{
+    ExpertsConfig, LayerKind, LinearAttentionConfig, MixerKind, MlpKind, ModelConfig, ModelType,
+};
 pub use error::ModelError;
+pub use experts::released_layout;
+pub use export::{export_folder, ExportReport};
 pub use folder::{Checkpoint, StoredDType, StoredTensor};
+pub use rope::{LongContext, Rope};
 pub use save::{save_folder, save_folder_sharded, AUXILIARY_FILES, MAX_SHARD_BYTES};
 pub use table::TensorSpec;

@@ -3,7 +3,7 @@
 //! The folder is written in place and every file is flushed to the disk before [`save_folder`] returns;
 //! publishing it (rename, commit marker) is the caller's decision.
 
-use super::{header, header::Entry, ModelConfig, ModelError};
+use super::{experts::released_layout, header, header::Entry, ModelConfig, ModelError};
 use crate::base::{DType, WeightTensor};
 use serde_json::{json, Map, Value};
 use std::{
@@ -30,7 +30,8 @@ pub const AUXILIARY_FILES: &[&str] = &[
 ];
 
 /// Writes `config.json`, the tensors, and the [`AUXILIARY_FILES`] of `auxiliary_from`. The tensors must
-/// be exactly those of the config's table, in any order.
+/// be exactly those of the config's table, in any order; experts are stored as folders of the type are
+/// released.
 pub fn save_folder(
     dir: &Path,
     config: &ModelConfig,
@@ -49,6 +50,7 @@ pub fn save_folder_sharded(
     max_shard_bytes: usize,
 ) -> Result<(), ModelError> {
     check_complete(dir, config, tensors)?;
+    let tensors = &released_layout(config, tensors)[..];
     std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
     if let Some(from) = auxiliary_from {
         for name in AUXILIARY_FILES {

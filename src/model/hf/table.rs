@@ -1,8 +1,12 @@
-//! Which tensors a checkpoint holds.
+//! Which tensors a network has.
+//!
+//! One entry is one parameter of the network under its checkpoint name. Experts are the exception: they
+//! are stacked here, one tensor for all experts of a layer, which is also how Qwen3.5 MoE is released;
+//! how a folder stores them is the business of [`super::experts`].
 
-use super::{ModelConfig, ModelType};
+use super::{config::MixerKind, config::MlpKind, ModelConfig, ModelType};
 
-/// One tensor of the checkpoint. Matrices are `[out, in]`.
+/// One tensor of the network. Matrices are `[out, in]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Checkpoint name.
@@ -15,6 +19,18 @@ impl TensorSpec {
     /// Elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
+    }
+}
+
+/// Entries of one layer being listed.
+struct Layer {
+    prefix: String,
+    table: Vec<TensorSpec>,
+}
+
+impl Layer {
+    fn add(&mut self, name: &str, shape: &[usize]) {
+        self.table.push(spec(&format!("{}.{name}", self.prefix), shape));
     }
 }
 
@@ -31,14 +47,29 @@ impl ModelConfig {
         table
     }
 
+    /// What all names of the text model start with, except the head's.
+    pub fn prefix(&self) -> &'static str {
+        if self.nested {
+            "model.language_model"
+        } else {
+            "model"
+        }
+    }
+
+    /// Prefix of the names of a layer.
+    pub fn layer_name(&self, layer: usize) -> String {
+        format!("{}.layers.{layer}", self.prefix())
+    }
+
     /// Token embedding `[V,H]`.
     pub fn embedding_spec(&self) -> TensorSpec {
-        spec("model.embed_tokens.weight", &[self.vocab_size, self.hidden_size])
+        let name = format!("{}.embed_tokens.weight", self.prefix());
+        spec(&name, &[self.vocab_size, self.hidden_size])
     }
 
     /// Norm behind the last layer `[H]`.
     pub fn norm_spec(&self) -> TensorSpec {
-        spec("model.norm.weight", &[self.hidden_size])
+        spec(&format!("{}.norm.weight", self.prefix()), &[self.hidden_size])
     }
 
     /// Output head `[V,H]`; none when the embedding serves.
@@ -48,36 +79,88 @@ impl ModelConfig {
 
     /// The tensors of one layer, in the order of the network.
     pub fn layer_table(&self, layer: usize) -> Vec<TensorSpec> {
-        match self.model_type {
-            ModelType::Qwen3 => self.qwen3_layer(layer),
+        let mut t = Layer {
+            prefix: self.layer_name(layer),
+            table: Vec::new(),
+        };
+        let kind = self.layers[layer];
+        t.add("input_layernorm.weight", &[self.hidden_size]);
+        match kind.mixer {
+            MixerKind::FullAttention => self.attention(&mut t),
+            MixerKind::LinearAttention => self.delta_net(&mut t),
+        }
+        t.add("post_attention_layernorm.weight", &[self.hidden_size]);
+        match kind.mlp {
+            MlpKind::Dense => self.mlp(&mut t, "mlp", self.intermediate_size),
+            MlpKind::Sparse => self.sparse_mlp(&mut t),
+        }
+        t.table
+    }
+
+    fn attention(&self, t: &mut Layer) {
+        let (h, d) = (self.hidden_size, self.head_dim);
+        let (q, kv) = (self.num_attention_heads * d, self.num_key_value_heads * d);
+        // The hybrids keep the output gate of each head behind its query.
+        let q_rows = if self.model_type.is_hybrid() { 2 * q } else { q };
+        for (name, out, input) in [("q", q_rows, h), ("k", kv, h), ("v", kv, h), ("o", h, q)] {
+            t.add(&format!("self_attn.{name}_proj.weight"), &[out, input]);
+            if self.attention_bias {
+                t.add(&format!("self_attn.{name}_proj.bias"), &[out]);
+            }
+        }
+        if self.model_type.has_qk_norm() {
+            t.add("self_attn.q_norm.weight", &[d]);
+            t.add("self_attn.k_norm.weight", &[d]);
         }
     }
 
-    fn qwen3_layer(&self, layer: usize) -> Vec<TensorSpec> {
-        let (h, i, d) = (self.hidden_size, self.intermediate_size, self.head_dim);
-        let (q, kv) = (self.num_attention_heads * d, self.num_key_value_heads * d);
-        let mut table = Vec::new();
-        let mut add = |name: &str, shape: &[usize]| {
-            table.push(spec(&format!("model.layers.{layer}.{name}"), shape));
+    fn delta_net(&self, t: &mut Layer) {
+        let Some(c) = self.linear_attention else {
+            unreachable!("a layer of linear attention comes from a config with its sizes")
         };
-        add("input_layernorm.weight", &[h]);
-        for (name, out, input) in [("q", q, h), ("k", kv, h), ("v", kv, h), ("o", h, q)] {
-            add(&format!("self_attn.{name}_proj.weight"), &[out, input]);
-            if self.attention_bias {
-                add(&format!("self_attn.{name}_proj.bias"), &[out]);
-            }
+        let h = self.hidden_size;
+        if self.model_type == ModelType::Qwen3Next {
+            t.add(
+                "linear_attn.in_proj_qkvz.weight",
+                &[c.conv_dim() + c.value_dim(), h],
+            );
+            t.add("linear_attn.in_proj_ba.weight", &[2 * c.num_value_heads, h]);
+        } else {
+            t.add("linear_attn.in_proj_qkv.weight", &[c.conv_dim(), h]);
+            t.add("linear_attn.in_proj_z.weight", &[c.value_dim(), h]);
+            t.add("linear_attn.in_proj_b.weight", &[c.num_value_heads, h]);
+            t.add("linear_attn.in_proj_a.weight", &[c.num_value_heads, h]);
         }
-        add("self_attn.q_norm.weight", &[d]);
-        add("self_attn.k_norm.weight", &[d]);
-        add("post_attention_layernorm.weight", &[h]);
-        add("mlp.gate_proj.weight", &[i, h]);
-        add("mlp.up_proj.weight", &[i, h]);
-        add("mlp.down_proj.weight", &[h, i]);
-        table
+        t.add("linear_attn.conv1d.weight", &[c.conv_dim(), 1, c.conv_kernel]);
+        t.add("linear_attn.A_log", &[c.num_value_heads]);
+        t.add("linear_attn.dt_bias", &[c.num_value_heads]);
+        t.add("linear_attn.norm.weight", &[c.value_head_dim]);
+        t.add("linear_attn.out_proj.weight", &[h, c.value_dim()]);
+    }
+
+    fn mlp(&self, t: &mut Layer, module: &str, inner: usize) {
+        let h = self.hidden_size;
+        t.add(&format!("{module}.gate_proj.weight"), &[inner, h]);
+        t.add(&format!("{module}.up_proj.weight"), &[inner, h]);
+        t.add(&format!("{module}.down_proj.weight"), &[h, inner]);
+    }
+
+    fn sparse_mlp(&self, t: &mut Layer) {
+        let Some(c) = self.experts else {
+            unreachable!("a sparse layer comes from a config with the sizes of its experts")
+        };
+        let (h, i, e) = (self.hidden_size, c.intermediate_size, c.num_experts);
+        t.add("mlp.gate.weight", &[e, h]);
+        t.add("mlp.experts.gate_up_proj", &[e, 2 * i, h]);
+        t.add("mlp.experts.down_proj", &[e, h, i]);
+        if let Some(shared) = c.shared_intermediate_size {
+            self.mlp(t, "mlp.shared_expert", shared);
+            t.add("mlp.shared_expert_gate.weight", &[1, h]);
+        }
     }
 }
 
-fn spec(name: &str, shape: &[usize]) -> TensorSpec {
+pub(super) fn spec(name: &str, shape: &[usize]) -> TensorSpec {
     TensorSpec {
         name: name.to_string(),
         shape: shape.to_vec(),

@@ -53,7 +53,7 @@ fn error_of(value: Value) -> String {
 #[test]
 fn reads_a_published_config() {
     let config = parse(published()).unwrap();
-    assert_eq!(config.rope_theta, 1e6);
+    assert_eq!(config.rope.theta, 1e6);
     assert_eq!(config.eos_token_ids, [151645]);
     // Qwen3-0.6B has 596,049,920 parameters with its tied head.
     assert_eq!(config.num_parameters(), 596_049_920);
@@ -67,7 +67,7 @@ fn reads_the_newer_rope_key_and_writes_it_back() {
     value["rope_theta"] = Value::Null;
     value["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});
     let config = parse(value).unwrap();
-    assert_eq!(config.rope_theta, 5e5);
+    assert_eq!(config.rope.theta, 5e5);
     assert_eq!(config.to_value()["rope_parameters"]["rope_theta"], json!(5e5));
 }
 

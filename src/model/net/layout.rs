@@ -1,7 +1,29 @@
-//! Where the segments of a packed row start, and what follows from it.
+//! Where the segments of a packed row start, what follows from it, and the routing of its tokens.
 
-use std::{cell::RefCell, ops::Range};
+use super::delta_rule::ChunkGrid;
+use crate::model::hf::Rope;
+use std::{
+    cell::{OnceCell, RefCell},
+    ops::Range,
+};
 use tch::{Device, Kind, Tensor};
+
+/// Experts of the tokens of one sparse layer.
+pub struct Routing {
+    /// `[T,k]` i64, the most likely first where they were chosen freely.
+    pub experts: Tensor,
+    /// `[T,k]`: what each expert's output is multiplied by.
+    pub weights: Tensor,
+}
+
+impl Routing {
+    fn shallow_clone(&self) -> Self {
+        Self {
+            experts: self.experts.shallow_clone(),
+            weights: self.weights.shallow_clone(),
+        }
+    }
+}
 
 /// Segments of a packed row. Made once a micro-batch and used by every block.
 pub struct PackedLayout {
@@ -9,11 +31,13 @@ pub struct PackedLayout {
     device: Device,
     positions: Tensor,
     rope: RefCell<Option<RopeTable>>,
+    grid: OnceCell<ChunkGrid>,
+    replay: Vec<Tensor>,
+    record: RefCell<Option<Vec<Routing>>>,
 }
 
 struct RopeTable {
-    theta: f64,
-    dim: i64,
+    rope: Rope,
     cos: Tensor,
     sin: Tensor,
 }
@@ -34,12 +58,42 @@ impl PackedLayout {
             device,
             positions: Tensor::from_slice(&positions).to_device(device),
             rope: RefCell::new(None),
+            grid: OnceCell::new(),
+            replay: Vec::new(),
+            record: RefCell::new(None),
         }
     }
 
     /// One segment.
     pub fn single(length: usize, device: Device) -> Self {
         Self::new(&[length], device)
+    }
+
+    /// Takes the experts from here instead of choosing them: one tensor `[T,k]` i64 a sparse layer, in
+    /// layer order. Rows of -1 are chosen freely.
+    pub fn with_replay(mut self, experts: Vec<Tensor>) -> Self {
+        self.replay = experts;
+        self
+    }
+
+    /// Keeps the routing of all sparse layers of the next forward pass for [`PackedLayout::recorded`].
+    pub fn start_recording(&self) {
+        *self.record.borrow_mut() = Some(Vec::new());
+    }
+
+    /// What was recorded, in layer order; recording ends.
+    pub fn recorded(&self) -> Vec<Routing> {
+        self.record.borrow_mut().take().unwrap_or_default()
+    }
+
+    pub(super) fn replay(&self, sparse_layer: usize) -> Option<&Tensor> {
+        self.replay.get(sparse_layer)
+    }
+
+    pub(super) fn record(&self, routing: &Routing) {
+        if let Some(list) = self.record.borrow_mut().as_mut() {
+            list.push(routing.shallow_clone());
+        }
     }
 
     /// Tokens of the row.
@@ -63,32 +117,48 @@ impl PackedLayout {
     }
 
     /// Cosines and sines of the rotary angles, `[T, 1, dim]` f32 each with the two halves repeated.
-    /// Frequency i is `theta^(-2i/dim)` (Su et al., 2021, with the half-split pairing of GPT-NeoX).
-    /// Computed once for all blocks that share `theta` and `dim`.
-    pub fn rope(&self, theta: f64, dim: i64) -> (Tensor, Tensor) {
+    /// Computed once for all blocks that share the frequencies.
+    pub fn rope(&self, rope: &Rope) -> (Tensor, Tensor) {
         let mut slot = self.rope.borrow_mut();
-        if let Some(table) = slot.as_ref().filter(|t| t.theta == theta && t.dim == dim) {
+        if let Some(table) = slot.as_ref().filter(|t| t.rope == *rope) {
             return (table.cos.shallow_clone(), table.sin.shallow_clone());
         }
-        let (cos, sin) = rope_table(&self.positions, theta, dim);
-        let table = slot.insert(RopeTable { theta, dim, cos, sin });
+        let (cos, sin) = rope_table(&self.positions, rope);
+        let rope = rope.clone();
+        let table = slot.insert(RopeTable { rope, cos, sin });
         (table.cos.shallow_clone(), table.sin.shallow_clone())
+    }
+
+    /// The chunks that the delta rule cuts the segments into.
+    pub(super) fn chunk_grid(&self) -> &ChunkGrid {
+        self.grid
+            .get_or_init(|| ChunkGrid::new(self.segments(), self.device))
     }
 }
 
 /// Rotary table of the given positions `[T]`: two `[T, 1, dim]` f32 tensors.
-pub(crate) fn rope_table(positions: &Tensor, theta: f64, dim: i64) -> (Tensor, Tensor) {
-    // In f64, then rounded: an angle is a position times a frequency, and multiplies its error.
-    let exponents = Tensor::arange(dim / 2, (Kind::Double, positions.device())) * (-2.0 / dim as f64);
-    let frequencies = (exponents * theta.ln()).exp().to_kind(Kind::Float);
+pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
+    // Frequencies in f64, then rounded: an angle is a position times a frequency, and multiplies its error.
+    let frequencies: Vec<f32> = rope.frequencies().iter().map(|f| *f as f32).collect();
+    let frequencies = Tensor::from_slice(&frequencies).to_device(positions.device());
     let half = positions.to_kind(Kind::Float).unsqueeze(-1) * frequencies;
     let angles = Tensor::cat(&[&half, &half], -1).unsqueeze(1);
     (angles.cos(), angles.sin())
 }
 
-/// Rotates `x [T, heads, dim]` by a table of [`rope_table`].
-pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
-    let halves = x.chunk(2, -1);
-    let swapped = Tensor::cat(&[-&halves[1], halves[0].shallow_clone()], -1);
-    x * cos + swapped * sin
+/// Rotates the first numbers of every head of `x [T, heads, d]` by a table of [`rope_table`], in pairs
+/// `(i, i + dim/2)` (the half-split pairing of GPT-NeoX); what lies behind the table's `dim` stays.
+pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
+    let (dim, width) = (cos.size()[2], x.size()[2]);
+    let (cos, sin) = (cos.to_kind(x.kind()), sin.to_kind(x.kind()));
+    let turn = |x: &Tensor| {
+        let halves = x.chunk(2, -1);
+        let swapped = Tensor::cat(&[-&halves[1], halves[0].shallow_clone()], -1);
+        x * &cos + swapped * &sin
+    };
+    if dim == width {
+        return turn(x);
+    }
+    let parts = x.split_with_sizes([dim, width - dim], -1);
+    Tensor::cat(&[turn(&parts[0]), parts[1].shallow_clone()], -1)
 }

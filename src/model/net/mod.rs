@@ -1,26 +1,68 @@
 //! Networks on libtorch: one differentiable forward that the trainer, the supervised start and the
 //! tests share.
 //!
+//! A family is one file ([`llama`], [`qwen3`], [`qwen3_moe`], [`qwen3_next`], [`qwen3_5`],
+//! [`qwen3_5_moe`]) that puts a [`decoder`] layer together from shared pieces.
+//!
 //! Tensors are packed: a batch is one row of `T` tokens made of segments, and the [`PackedLayout`] says
-//! where they start. Positions restart in every segment and attention never crosses a boundary, so a
-//! packed batch gives what the segments give alone. A network is an embedding, a list of [`Block`]s and
+//! where they start. Positions restart in every segment; attention, convolution and delta rule never cross
+//! a boundary, so a packed batch gives what the segments give alone. A network is an embedding, a list of [`Block`]s and
 //! a final norm; the head is applied by the caller, in chunks.
 //!
-//! Legend: T tokens, H hidden, V vocabulary, d head width, I MLP width.
+//! Parameters are f32. The residual stream may be bf16 ([`ComputeType`]): then every matrix is rounded
+//! when it is used, and what the families keep in f32 stays there.
+//!
+//! Legend: T tokens, H hidden, V vocabulary, d head width, I MLP width, E experts, k experts of a token.
 
 mod attention;
+mod decoder;
+mod delta_net;
+mod delta_rule;
+#[cfg(test)]
+mod delta_rule_tests;
+mod experts;
 mod layout;
+mod llama;
+mod mlp;
+mod norm;
+mod parameters;
 mod policy;
+mod precision;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_5_moe;
+mod qwen3_moe;
+mod qwen3_next;
 #[cfg(test)]
 mod reference_tests;
+mod router;
+#[cfg(test)]
+mod router_tests;
 mod tensors;
 #[cfg(test)]
 mod tests;
+mod trace;
 
 pub(crate) use layout::rope_table;
-pub use layout::PackedLayout;
+pub use layout::{PackedLayout, Routing};
 pub use policy::{Block, Policy};
+pub use precision::ComputeType;
 /// Where tensors live.
 pub use tch::Device;
 pub use tensors::{tensor_from_weight, weight_from_tensor};
+pub use trace::{greedy_without_cache, trace, PlainTensor, PlainValues};
+
+/// The host, or the first CUDA device. The error says why there is none.
+pub fn device(cuda: bool) -> Result<Device, String> {
+    match (cuda, tch::Cuda::is_available()) {
+        (false, _) => Ok(Device::Cpu),
+        (true, true) => Ok(Device::Cuda(0)),
+        (true, false) => Err("libtorch in this program sees no CUDA device".into()),
+    }
+}
+
+/// CPU threads of libtorch on the calling thread; 0 takes the cores that the process may use.
+pub fn set_threads(count: u32) {
+    let cores = || std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+    tch::set_num_threads(if count == 0 { cores() } else { count } as i32);
+}

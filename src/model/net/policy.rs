@@ -1,6 +1,9 @@
 //! A whole causal language model: embedding, blocks, final norm, head.
 
-use super::{qwen3::Qwen3Block, tensor_from_weight, weight_from_tensor, PackedLayout};
+use super::{
+    decoder::DecoderLayer, llama, norm::Norm, parameters::Parameters, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe,
+    qwen3_next, tensor_from_weight, weight_from_tensor, ComputeType, PackedLayout,
+};
 use crate::{
     base::{WeightError, WeightTensor},
     model::hf::{Checkpoint, ModelConfig, ModelError, ModelType, TensorSpec},
@@ -26,7 +29,9 @@ pub struct Policy {
     embedding: (String, Tensor),
     blocks: Vec<Box<dyn Block>>,
     norm: (String, Tensor),
+    final_norm: Norm,
     head: Option<(String, Tensor)>,
+    compute: ComputeType,
 }
 
 impl Policy {
@@ -35,7 +40,7 @@ impl Policy {
         let config = ModelConfig::from_dir(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         Self::build(config, device, |spec| {
-            let stored = checkpoint.get(&spec.name, &spec.shape)?;
+            let stored = checkpoint.read(spec)?;
             tensor_from_weight(&stored.to_weight(), &shape_of(spec), device).map_err(|e| ModelError::Tensor {
                 name: spec.name.clone(),
                 path: stored.path,
@@ -44,20 +49,31 @@ impl Policy {
         })
     }
 
-    /// New weights as transformers initialises them: matrices normal with `initializer_range`, norms one,
-    /// biases zero. The values depend on `seed` alone.
+    /// New weights as transformers initialises them: matrices normal with `initializer_range`, norms one
+    /// (zero where the family multiplies by `1 + w`), biases zero, decay rates `e^{A_log}` of the delta net
+    /// evenly spread over [0.01, 16), its `dt_bias` one. The values depend on `seed` alone.
     pub fn random(config: ModelConfig, seed: i64, device: Device) -> Self {
         let deviation = config.initializer_range;
-        let mut generator = super::tensors::NormalStream::new(seed);
+        let zero_centred = config.model_type.is_hybrid();
+        let mut generator = super::tensors::RandomStream::new(seed);
         let built = Self::build(config, device, |spec| {
             let shape = shape_of(spec);
             let options = (Kind::Float, device);
-            Ok::<_, std::convert::Infallible>(if spec.name.ends_with("norm.weight") {
+            let name = spec.name.as_str();
+            Ok::<_, std::convert::Infallible>(if name.ends_with("linear_attn.A_log") {
+                generator.uniform(&shape, 0.01, 16.0).log().to_device(device)
+            } else if name.ends_with("linear_attn.norm.weight") || name.ends_with("dt_bias") {
                 Tensor::ones(&shape, options)
+            } else if name.ends_with("norm.weight") {
+                if zero_centred {
+                    Tensor::zeros(&shape, options)
+                } else {
+                    Tensor::ones(&shape, options)
+                }
             } else if spec.name.ends_with(".bias") {
                 Tensor::zeros(&shape, options)
             } else {
-                generator.tensor(&shape, deviation).to_device(device)
+                generator.normal(&shape, deviation).to_device(device)
             })
         });
         match built {
@@ -83,20 +99,33 @@ impl Policy {
                 .into_iter()
                 .map(&mut take)
                 .collect::<Result<Vec<_>, E>>()?;
-            blocks.push(match config.model_type {
-                ModelType::Qwen3 => Box::new(Qwen3Block::new(&config, layer, parameters)),
-            });
+            let parameters = Parameters::new(config.layer_name(layer), parameters);
+            blocks.push(Box::new(decoder_layer(&config, layer, parameters)));
         }
         let norm = take(config.norm_spec())?;
         let head = config.head_spec().map(&mut take).transpose()?;
+        let weight = norm.1.shallow_clone();
+        let final_norm = if config.model_type.is_hybrid() {
+            Norm::zero_centred(weight, config.rms_norm_eps)
+        } else {
+            Norm::plain(weight, config.rms_norm_eps)
+        };
         Ok(Self {
             config,
             device,
             embedding,
             blocks,
             norm,
+            final_norm,
             head,
+            compute: ComputeType::F32,
         })
+    }
+
+    /// Computes in this element type from now on. The parameters stay f32.
+    pub fn with_compute_type(mut self, compute: ComputeType) -> Self {
+        self.compute = compute;
+        self
     }
 
     /// Where the parameters are.
@@ -118,7 +147,11 @@ impl Policy {
 
     /// Embeddings of `ids [T]` i64: `[T,H]`.
     pub fn embed(&self, ids: &Tensor) -> Tensor {
-        Tensor::embedding(&self.embedding.1, ids, -1, false, false)
+        let rows = Tensor::embedding(&self.embedding.1, ids, -1, false, false);
+        match self.compute {
+            ComputeType::F32 => rows,
+            ComputeType::Bf16 => rows.to_kind(Kind::BFloat16),
+        }
     }
 
     /// The layers in order.
@@ -128,7 +161,13 @@ impl Policy {
 
     /// Final norm of the residual stream `[T,H]`.
     pub fn final_norm(&self, x: &Tensor) -> Tensor {
-        rms_norm(x, &self.norm.1, self.config.rms_norm_eps)
+        self.final_norm.apply(x)
+    }
+
+    /// Logits `[T,V]`, at least f32, of `final_norm(x)`.
+    pub fn logits(&self, normed: &Tensor) -> Tensor {
+        let weight = self.head_weight().to_kind(normed.kind());
+        super::precision::wide(&normed.linear(&weight, None::<&Tensor>))
     }
 
     /// Output matrix `[V,H]`: logits are `final_norm(x) · headᵀ`. The embedding when tied.
@@ -190,7 +229,14 @@ fn shape_of(spec: &TensorSpec) -> Vec<i64> {
     spec.shape.iter().map(|n| *n as i64).collect()
 }
 
-/// `x · rsqrt(mean(x²) + eps) · w` over the last dimension (Zhang and Sennrich, 2019).
-pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
-    x.rms_norm(weight.size(), Some(weight), eps)
+/// The layer of the config's family.
+fn decoder_layer(config: &ModelConfig, layer: usize, p: Parameters) -> DecoderLayer {
+    match config.model_type {
+        ModelType::Llama => llama::layer(config, p),
+        ModelType::Qwen3 => qwen3::layer(config, p),
+        ModelType::Qwen3Moe => qwen3_moe::layer(config, layer, p),
+        ModelType::Qwen3Next => qwen3_next::layer(config, layer, p),
+        ModelType::Qwen3_5 => qwen3_5::layer(config, layer, p),
+        ModelType::Qwen3_5Moe => qwen3_5_moe::layer(config, layer, p),
+    }
 }

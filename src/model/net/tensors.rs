@@ -57,16 +57,16 @@ pub fn weight_from_tensor(name: &str, tensor: &Tensor) -> WeightTensor {
     }
 }
 
-/// A stream of normal deviates that depends on its seed alone, unlike torch's global generator.
-pub(super) struct NormalStream(rand_chacha::ChaCha12Rng);
+/// A stream of random numbers that depends on its seed alone, unlike torch's global generator.
+pub(super) struct RandomStream(rand_chacha::ChaCha12Rng);
 
-impl NormalStream {
+impl RandomStream {
     pub(super) fn new(seed: i64) -> Self {
         Self(rand_chacha::ChaCha12Rng::seed_from_u64(seed as u64))
     }
 
     /// A CPU tensor of deviates with this standard deviation (Box and Muller, 1958).
-    pub(super) fn tensor(&mut self, shape: &[i64], deviation: f64) -> Tensor {
+    pub(super) fn normal(&mut self, shape: &[i64], deviation: f64) -> Tensor {
         let numel = shape.iter().product::<i64>() as usize;
         let mut values = Vec::with_capacity(numel + 1);
         while values.len() < numel {
@@ -77,5 +77,14 @@ impl NormalStream {
             values.push((radius * angle.sin()) as f32);
         }
         Tensor::from_slice(&values[..numel]).view(shape)
+    }
+
+    /// A CPU tensor of numbers evenly spread over `[low, high)`.
+    pub(super) fn uniform(&mut self, shape: &[i64], low: f64, high: f64) -> Tensor {
+        let numel = shape.iter().product::<i64>() as usize;
+        let values: Vec<f32> = (0..numel)
+            .map(|_| (low + (high - low) * self.0.random::<f64>()) as f32)
+            .collect();
+        Tensor::from_slice(&values).view(shape)
     }
 }

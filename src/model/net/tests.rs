@@ -82,7 +82,7 @@ impl Naive {
             let x = self.norm(norm, head);
             let mut y = x.clone();
             for i in 0..d / 2 {
-                let angle = position as f64 * self.config.rope_theta.powf(-2.0 * i as f64 / d as f64);
+                let angle = position as f64 * self.config.rope.theta.powf(-2.0 * i as f64 / d as f64);
                 y[i] = x[i] * angle.cos() - x[i + d / 2] * angle.sin();
                 y[i + d / 2] = x[i + d / 2] * angle.cos() + x[i] * angle.sin();
             }

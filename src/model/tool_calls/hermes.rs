@@ -1,9 +1,10 @@
 //! Hermes format (Qwen2.5, Qwen3): `<tool_call>`, a JSON object with `name` and `arguments`,
-//! `</tool_call>`; any number of them, text before the first. A closing tag may be missing at the end.
+//! `</tool_call>`. The closing tag may be missing before the next call and at the end of the reply.
+//!
+//! The end of the JSON is found by reading it, so a string may hold `</tool_call>`.
 
-use super::{ParsedReply, ToolCall, ToolCallFormat};
-use serde::Deserialize;
-use serde_json::Value;
+use super::{find_any, Step, ToolCall, ToolCallFormat};
+use serde_json::{Deserializer, Value};
 
 const OPEN: &str = "<tool_call>";
 const CLOSE: &str = "</tool_call>";
@@ -16,58 +17,56 @@ impl ToolCallFormat for Hermes {
         "hermes"
     }
 
-    fn opening(&self) -> &'static str {
-        OPEN
+    fn openings(&self) -> &'static [&'static str] {
+        &[OPEN]
     }
 
-    fn parse(&self, text: &str, _tools: Option<&[Value]>) -> ParsedReply {
-        let Some(first) = text.find(OPEN) else {
-            return ParsedReply {
-                content: text.to_owned(),
-                ..ParsedReply::default()
-            };
+    fn closings(&self) -> &'static [&'static str] {
+        &[CLOSE]
+    }
+
+    fn next(&self, text: &str, last: bool, _tools: &[Value]) -> Step {
+        // The markup of something that is no call ends with the first closing tag after `from`.
+        let malformed = |from: usize| match find_any(text, from, &[CLOSE]) {
+            Some((at, _)) => Step::Malformed {
+                len: at + CLOSE.len(),
+            },
+            None if last => Step::Malformed { len: text.len() },
+            None => Step::More,
         };
-        let plain = || ParsedReply {
-            content: text.to_owned(),
-            calls: Vec::new(),
-            malformed: true,
+        let body = &text[OPEN.len()..];
+        let mut values = Deserializer::from_str(body).into_iter::<Value>();
+        let value = match values.next() {
+            Some(Ok(value)) => value,
+            Some(Err(error)) if error.is_eof() && !last => return Step::More,
+            None if !last => return Step::More,
+            _ => return malformed(0),
         };
-        let mut calls = Vec::new();
-        let mut rest = &text[first..];
-        while let Some(at) = rest.find(OPEN) {
-            let body = &rest[at + OPEN.len()..];
-            let (body, after) = match body.find(CLOSE) {
-                Some(end) => (&body[..end], &body[end + CLOSE.len()..]),
-                None => (body, ""),
-            };
-            let Some(call) = call(body.trim()) else {
-                return plain();
-            };
-            calls.push(call);
-            rest = after;
-        }
-        ParsedReply {
-            content: text[..first].to_owned(),
-            calls,
-            malformed: false,
+        let end = OPEN.len() + values.byte_offset();
+        let rest = text[end..].trim_start();
+        let start_of_rest = text.len() - rest.len();
+        let len = if rest.starts_with(CLOSE) {
+            start_of_rest + CLOSE.len()
+        } else if rest.starts_with(OPEN) {
+            start_of_rest
+        } else if rest.is_empty() && last {
+            text.len()
+        } else if !last && (CLOSE.starts_with(rest) || OPEN.starts_with(rest)) {
+            return Step::More;
+        } else {
+            return malformed(end);
+        };
+        match call(value) {
+            Some(call) => Step::Call { len, call },
+            None => Step::Malformed { len },
         }
     }
-}
-
-#[derive(Deserialize)]
-struct Body {
-    name: String,
-    #[serde(default)]
-    arguments: Option<Value>,
 }
 
 /// Arguments must be an object; models also write one as JSON text, which is taken as it is.
-fn call(body: &str) -> Option<ToolCall> {
-    let parsed: Body = serde_json::from_str(body).ok()?;
-    if parsed.name.is_empty() {
-        return None;
-    }
-    let arguments = match parsed.arguments {
+fn call(mut value: Value) -> Option<ToolCall> {
+    let name = value["name"].as_str().filter(|name| !name.is_empty())?.to_owned();
+    let arguments = match value.get_mut("arguments").map(Value::take) {
         None | Some(Value::Null) => "{}".to_owned(),
         Some(Value::Object(map)) => Value::Object(map).to_string(),
         Some(Value::String(text)) => match serde_json::from_str::<Value>(&text) {
@@ -76,8 +75,5 @@ fn call(body: &str) -> Option<ToolCall> {
         },
         Some(_) => return None,
     };
-    Some(ToolCall {
-        name: parsed.name,
-        arguments,
-    })
+    Some(ToolCall { name, arguments })
 }

@@ -1,5 +1,6 @@
 //! The table of rules, in the order in which they are printed.
 
+mod advantage;
 mod batch;
 mod clip_range;
 mod context_window;
@@ -11,7 +12,6 @@ mod not_in_this_version;
 mod open_files;
 mod placeholder;
 mod proxy_port;
-mod rollout_correction;
 mod sampling;
 mod sandbox;
 mod staleness;
@@ -32,9 +32,9 @@ pub const ALL: &[&Rule] = &[
     &world_size::RULE,
     &batch::RULE,
     &group_size::RULE,
+    &advantage::RULE,
     &context_window::RULE,
     &clip_range::RULE,
-    &rollout_correction::RULE,
     &sampling::RULE,
     &lr_schedule::RULE,
     &staleness::RULE,

@@ -2,7 +2,7 @@
 
 use crate::{
     config::{
-        values::{Backend, ModelEngine, Scaffold, ToolCallParser},
+        values::{Backend, ModelEngine, Scaffold},
         Settings,
     },
     preflight::{Facts, Outcome, Rule, Verdict},
@@ -19,7 +19,7 @@ pub(super) const RULE: Rule = Rule {
 
 fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let run = &s.run;
-    let rows: [(&str, &str, &str, bool); 5] = [
+    let rows: [(&str, &str, &str, bool); 4] = [
         (
             "BACKEND",
             run.backend.name(),
@@ -39,12 +39,6 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             run.scaffold == Scaffold::Mini,
         ),
         (
-            "TOOL_CALL_PARSER",
-            s.model.tool_call_parser.name(),
-            "hermes",
-            s.model.tool_call_parser == ToolCallParser::Hermes,
-        ),
-        (
             "SP_SIZE",
             if s.topology.sp_size == 1 { "1" } else { "above 1" },
             "1",
@@ -56,10 +50,18 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     } else {
         Verdict::Warn
     };
-    let missing: Vec<Outcome> = rows
+    let by_row = rows
         .iter()
         .filter(|(.., available)| !available)
-        .map(|(name, value, known, _)| {
+        .map(|(name, value, known, _)| (*name, *value, *known));
+    // Rows of the table of variables that name what can be launched.
+    let by_table = s
+        .unavailable
+        .iter()
+        .map(|u| (u.name.as_str(), u.value.as_str(), u.instead.as_str()));
+    let missing: Vec<Outcome> = by_row
+        .chain(by_table)
+        .map(|(name, value, known)| {
             (
                 verdict,
                 format!("{name}={value} is not in this version; use {known}"),

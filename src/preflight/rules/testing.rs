@@ -4,7 +4,6 @@ use crate::{
     config::{self, values::ToolCallParser, LoadRequest, Settings},
     preflight::facts::{Facts, FolderFacts, IndexFacts, ModelFacts},
 };
-use std::collections::BTreeMap;
 
 /// A sound configuration, with overrides.
 pub(crate) fn settings(set: &[&str]) -> Settings {
@@ -17,11 +16,8 @@ pub(crate) fn settings(set: &[&str]) -> Settings {
     )
     .expect("the config can be written");
     let request = LoadRequest {
-        config,
         set: set.iter().map(|s| (*s).to_owned()).collect(),
-        environment: BTreeMap::new(),
-        cwd: folder.path().to_path_buf(),
-        now: std::time::SystemTime::UNIX_EPOCH,
+        ..LoadRequest::isolated(config, folder.path())
     };
     config::load(&request)
         .expect("the test's configuration is valid")

@@ -1,7 +1,7 @@
 //! The parser reads what the checkpoint's template writes.
 
 use crate::{
-    config::Settings,
+    config::{values::ToolCallParser, Settings},
     preflight::{Facts, Outcome, Rule, Verdict},
 };
 
@@ -30,6 +30,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         )];
     };
     vec![match &model.markup {
+        Ok(Some(markup)) if parser == ToolCallParser::Auto => (
+            Verdict::Ok,
+            format!("tool_parser=auto: the chat template writes the markup of {markup}"),
+        ),
         Ok(Some(markup)) if *markup == parser => (
             Verdict::Ok,
             format!("tool_parser={parser} matches the chat template"),
@@ -37,6 +41,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         Ok(Some(markup)) => (
             Verdict::Fatal,
             format!("TOOL_CALL_PARSER={parser}, and the chat template writes the markup of {markup}"),
+        ),
+        Ok(None) if parser == ToolCallParser::Auto => (
+            Verdict::Fatal,
+            "tool_parser=auto: the chat template writes a markup that no parser reads".into(),
         ),
         Ok(None) => (
             Verdict::Warn,
@@ -52,7 +60,6 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::values::ToolCallParser;
     use crate::preflight::rules::testing::{facts, settings};
 
     #[test]

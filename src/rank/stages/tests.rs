@@ -12,11 +12,8 @@ fn settings(set: &[&str]) -> Settings {
     )
     .unwrap();
     let request = LoadRequest {
-        config,
         set: set.iter().map(|s| (*s).to_owned()).collect(),
-        environment: Default::default(),
-        cwd: folder.path().to_path_buf(),
-        now: std::time::SystemTime::UNIX_EPOCH,
+        ..LoadRequest::isolated(config, folder.path())
     };
     config::load(&request).unwrap().settings
 }

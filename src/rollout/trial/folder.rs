@@ -4,7 +4,7 @@
 //! <HARBOR_TRIALS_DIR>/<train | val_step_0010>/<session>/
 //!   agent/                    the scaffold's own logs
 //!   verifier/                 test-stdout.txt, reward.json or reward.txt
-//!   trajectory.json           the conversation as the agent saw it, one list of messages a branch
+//!   proxy_trajectory.json     what the proxy recorded: every branch with its kind and its conversation
 //!   exception.txt             why there is no verdict
 //!   result.json               written last: a folder without it belongs to an attempt that was cut short
 //! ```
@@ -13,7 +13,7 @@
 
 use super::time::rfc3339;
 use super::AttemptFailure;
-use crate::base::{CapturedSession, Purpose, StopReason, TrialAssignment};
+use crate::base::{CapturedBranch, CapturedSession, Purpose, StopReason, TrialAssignment};
 use crate::rollout::task::TaskSpec;
 use crate::rollout::verifier::Verdict;
 use serde_json::{json, Value};
@@ -120,7 +120,7 @@ impl TrialFolder {
     ) -> io::Result<()> {
         if let Some(capture) = &record.capture {
             self.write_json(
-                "trajectory.json",
+                "proxy_trajectory.json",
                 &json!({
                     "session": self.name(),
                     "task": task.name,
@@ -128,7 +128,9 @@ impl TrialFolder {
                     "attempt": assignment.attempt,
                     "reward": record.verdict.as_ref().map(Verdict::reward),
                     "stop": record.stop,
-                    "conversations": capture.conversations,
+                    "requests": capture.requests,
+                    "refused": capture.refused,
+                    "branches": branches(capture),
                 }),
             )?;
         }
@@ -230,6 +232,23 @@ impl TrialFolder {
             let _ = fs::remove_file(&part);
         })
     }
+}
+
+/// The branches without their tokens, which are in the buffer's shard.
+fn branches(capture: &CapturedSession) -> Vec<Value> {
+    let one = |branch: &CapturedBranch| {
+        json!({
+            "kind": branch.kind,
+            "trainable": branch.trainable,
+            "weight": branch.tokens.weight,
+            "parent": branch.parent,
+            "turns": branch.turns,
+            "tokens": branch.tokens.len(),
+            "sampled_tokens": branch.tokens.sampled(),
+            "messages": branch.messages,
+        })
+    };
+    capture.branches.iter().map(one).collect()
 }
 
 /// CRC-32 over the files that define the task's question and answer.

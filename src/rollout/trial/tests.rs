@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::base::{
-    CapturedSession, GroupId, Purpose, SessionEndpoint, SessionError, SessionHost, SessionId, SessionSpec,
-    StopReason, TokenSequence, TrialKey,
+    BranchKind, CapturedBranch, CapturedSession, GroupId, Purpose, SessionEndpoint, SessionError,
+    SessionHost, SessionId, SessionSpec, StopReason, TokenSequence, TrialKey,
 };
 use crate::rollout::sandbox::process::{ProcessBackend, ProcessBackendConfig};
 use crate::rollout::scaffold::mini::{Mini, MiniConfig};
@@ -307,7 +307,14 @@ async fn a_solved_task_is_a_trajectory_and_a_folder() {
         sequences: vec![sequence.clone()],
         prompt_tokens: 120,
         completion_tokens: 30,
-        conversations: vec![json!([{"role": "user", "content": "Write the answer."}])],
+        branches: vec![CapturedBranch {
+            kind: BranchKind::Main,
+            trainable: true,
+            parent: None,
+            turns: 1,
+            tokens: sequence.clone(),
+            messages: vec![json!({"role": "user", "content": "Write the answer."})],
+        }],
         ..CapturedSession::default()
     };
     let commands = vec!["ls /tests/test.sh > /app/seen 2>&1", "cat data.txt > answer"];
@@ -348,9 +355,14 @@ async fn a_solved_task_is_a_trajectory_and_a_folder() {
         "agent_completed"
     );
     assert!(result.get("exception_info").is_none());
+    let branch = &setup.json("proxy_trajectory.json")["branches"][0];
     assert_eq!(
-        setup.json("trajectory.json")["conversations"][0][0]["content"],
-        "Write the answer."
+        (
+            &branch["kind"],
+            &branch["tokens"],
+            &branch["messages"][0]["content"]
+        ),
+        (&json!("main"), &json!(2), &json!("Write the answer."))
     );
     let left: Vec<_> = fs::read_dir(setup.trial_dir())
         .unwrap()

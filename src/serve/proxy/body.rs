@@ -1,81 +1,90 @@
-//! A chat request body, taken apart without parsing what was seen before.
+//! A request body, taken apart without parsing what was seen before.
 //!
-//! An agent sends its whole conversation with every turn. [`split`] finds the bytes of each message and
-//! of the tools by counting brackets and skipping strings; the capture compares these bytes with those it
-//! knows and parses only new ones. All other fields are parsed here. What `split` lets pass without
-//! looking inside is checked when it is parsed; [`locate`] then tells line and column in the whole body.
+//! An agent sends its whole conversation with every turn. [`take_apart`] finds the bytes of each message
+//! and of the tools; the capture compares these bytes with those it knows and parses only new ones. Where
+//! a message begins with bytes that are known ([`Known`]), its length is known too; others are skipped by
+//! counting brackets and skipping strings. The remaining fields are few and are parsed by the protocol.
+//! What is skipped without looking inside is checked when it is parsed; [`locate`] then tells line and
+//! column in the whole body.
 
 use super::error::ApiError;
-use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// The parts of a chat request.
+/// Tells how long known messages are.
+pub trait Known {
+    /// Bytes of the message at the start of `rest`, if it is the next one that is known.
+    fn length(&mut self, rest: &[u8]) -> Option<usize>;
+}
+
+impl Known for super::capture::KnownMessages<'_> {
+    fn length(&mut self, rest: &[u8]) -> Option<usize> {
+        self.length(rest)
+    }
+}
+
+/// Nothing is known.
+pub struct Nothing;
+
+impl Known for Nothing {
+    fn length(&mut self, _: &[u8]) -> Option<usize> {
+        None
+    }
+}
+
+/// Names of the fields that are not parsed.
+#[derive(Clone, Copy)]
+pub struct Names {
+    /// The list of messages.
+    pub list: &'static str,
+    /// What stands before the messages, if the API has such a field.
+    pub head: Option<&'static str>,
+}
+
+/// An element of the list.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Element<'b> {
+    /// Its bytes; several elements with their commas where these were known as one.
+    pub raw: &'b [u8],
+    /// [`Known`] told its length.
+    pub known: bool,
+}
+
+/// The list of messages.
 #[derive(Debug)]
-pub struct Split<'b> {
-    /// Bytes of each message.
-    pub messages: Vec<&'b [u8]>,
-    /// Bytes of the tool list, if it is there and not null.
+pub enum List<'b> {
+    /// A list.
+    Elements(Vec<Element<'b>>),
+    /// Another value.
+    Value(&'b [u8]),
+}
+
+/// The parts of a body.
+#[derive(Debug)]
+pub struct Body<'b> {
+    /// Messages; `None` if the field is missing.
+    pub list: Option<List<'b>>,
+    /// The field before the messages, if it is there and not null.
+    pub head: Option<&'b [u8]>,
+    /// Bytes of the tool list, if it is there, not null and not empty.
     pub tools: Option<&'b [u8]>,
-    /// Everything else.
-    pub fields: Fields,
+    /// Everything else, as a JSON object.
+    rest: Vec<u8>,
 }
 
-/// Fields that the proxy reads; others are accepted and ignored.
-#[derive(Debug, Default, Deserialize, PartialEq)]
-#[serde(default)]
-pub struct Fields {
-    /// Number of replies; only 1 is served.
-    pub n: Option<u32>,
-    /// Server-sent events.
-    pub stream: Option<bool>,
-    /// Options of the stream.
-    pub stream_options: Option<StreamOptions>,
-    /// Older name of `max_completion_tokens`.
-    pub max_tokens: Option<i64>,
-    /// Most tokens to sample.
-    pub max_completion_tokens: Option<i64>,
-    /// Texts that end the reply.
-    pub stop: Option<Stop>,
-    /// Report log-probs of sampled tokens.
-    pub logprobs: Option<bool>,
-    /// Report token ids of prompt and reply.
-    pub return_token_ids: Option<bool>,
-    /// `"none"`: the reply is text even if it looks like a tool call.
-    pub tool_choice: Option<Value>,
-}
-
-/// `stream_options`.
-#[derive(Debug, Default, Deserialize, PartialEq)]
-#[serde(default)]
-pub struct StreamOptions {
-    /// A last chunk with token counts.
-    pub include_usage: Option<bool>,
-}
-
-/// `stop`: one text or several.
-#[derive(Debug, Deserialize, PartialEq)]
-#[serde(untagged)]
-pub enum Stop {
-    /// One.
-    One(String),
-    /// Several.
-    Many(Vec<String>),
-}
-
-impl Stop {
-    /// The texts that are not empty.
-    pub fn texts(self) -> Vec<String> {
-        let texts = match self {
-            Self::One(text) => vec![text],
-            Self::Many(texts) => texts,
-        };
-        texts.into_iter().filter(|t| !t.is_empty()).collect()
+impl Body<'_> {
+    /// The remaining fields. Unknown ones are ignored; a repeated key counts once, the last time.
+    pub fn fields<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
+        let value: Value = serde_json::from_slice(&self.rest)
+            .map_err(|error| ApiError::BadRequest(format!("a field is not valid JSON: {error}")))?;
+        serde_json::from_value(value)
+            .map_err(|error| ApiError::BadRequest(format!("a field has a wrong type: {error}")))
     }
 }
 
 /// Takes a body apart; see the module documentation.
-pub fn split(body: &[u8]) -> Result<Split<'_>, ApiError> {
-    scan(body).unwrap_or_else(|| Err(locate(body, "the body is not a JSON object")))
+pub fn take_apart<'b>(body: &'b [u8], names: Names, known: &mut dyn Known) -> Result<Body<'b>, ApiError> {
+    scan(body, names, known).ok_or_else(|| locate(body, "the body is not a JSON object"))
 }
 
 /// Why a body is not JSON, with line and column; `otherwise` if it is.
@@ -90,33 +99,44 @@ pub fn locate(body: &[u8], otherwise: &str) -> ApiError {
 }
 
 /// `None` where the text is not JSON.
-fn scan(body: &[u8]) -> Option<Result<Split<'_>, ApiError>> {
+fn scan<'b>(body: &'b [u8], names: Names, known: &mut dyn Known) -> Option<Body<'b>> {
     let mut at = Cursor { body, at: 0 };
-    let (mut messages, mut tools, mut others) = (None, None, vec![b'{']);
+    let mut out = Body {
+        list: None,
+        head: None,
+        tools: None,
+        rest: vec![b'{'],
+    };
     at.expect(b'{')?;
     if !at.take(b'}') {
         loop {
             let key = at.value()?;
             let name: String = serde_json::from_slice(key).ok()?;
             at.expect(b':')?;
-            match name.as_str() {
-                "messages" if at.peek()? == b'[' => {
-                    // A repeated key replaces the earlier one, as in Python.
-                    messages = Some(at.elements()?);
+            // A repeated key replaces the earlier one, as in Python.
+            if name == names.list {
+                out.list = Some(if at.peek()? == b'[' {
+                    List::Elements(at.elements(known)?)
+                } else {
+                    List::Value(at.value()?)
+                });
+            } else if Some(name.as_str()) == names.head {
+                out.head = Some(at.value()?).filter(|raw| *raw != b"null");
+            } else if name == "tools" {
+                let value = at.value()?;
+                let empty = value == b"null"
+                    || value
+                        .strip_prefix(b"[")
+                        .is_some_and(|rest| rest.trim_ascii_start() == b"]");
+                out.tools = (!empty).then_some(value);
+            } else {
+                let value = at.value()?;
+                if out.rest.len() > 1 {
+                    out.rest.push(b',');
                 }
-                "tools" => {
-                    let value = at.value()?;
-                    tools = (value != b"null").then_some(value);
-                }
-                _ => {
-                    let value = at.value()?;
-                    if others.len() > 1 {
-                        others.push(b',');
-                    }
-                    others.extend_from_slice(key);
-                    others.push(b':');
-                    others.extend_from_slice(value);
-                }
+                out.rest.extend_from_slice(key);
+                out.rest.push(b':');
+                out.rest.extend_from_slice(value);
             }
             if at.take(b'}') {
                 break;
@@ -128,19 +148,8 @@ fn scan(body: &[u8]) -> Option<Result<Split<'_>, ApiError>> {
     if at.at != body.len() {
         return None;
     }
-    others.push(b'}');
-    // Through `Value`, so that a repeated key is no error.
-    let fields: Value = serde_json::from_slice(&others).ok()?;
-    Some(match (serde_json::from_value(fields), messages) {
-        (Err(error), _) => Err(ApiError::BadRequest(format!("a field has a wrong type: {error}"))),
-        (_, None) => Err(ApiError::BadRequest("`messages` must be a list".into())),
-        (_, Some(list)) if list.is_empty() => Err(ApiError::BadRequest("`messages` is empty".into())),
-        (Ok(fields), Some(messages)) => Ok(Split {
-            messages,
-            tools,
-            fields,
-        }),
-    })
+    out.rest.push(b'}');
+    Some(out)
 }
 
 struct Cursor<'b> {
@@ -171,14 +180,28 @@ impl<'b> Cursor<'b> {
     }
 
     /// The values of a list.
-    fn elements(&mut self) -> Option<Vec<&'b [u8]>> {
+    fn elements(&mut self, known: &mut dyn Known) -> Option<Vec<Element<'b>>> {
         let mut out = Vec::new();
         self.expect(b'[')?;
         if self.take(b']') {
             return Some(out);
         }
         loop {
-            out.push(self.value()?);
+            self.space();
+            let rest = &self.body[self.at..];
+            out.push(match known.length(rest) {
+                Some(length) => {
+                    self.at += length;
+                    Element {
+                        raw: &rest[..length],
+                        known: true,
+                    }
+                }
+                None => Element {
+                    raw: self.value()?,
+                    known: false,
+                },
+            });
             if self.take(b']') {
                 return Some(out);
             }
@@ -222,14 +245,13 @@ impl<'b> Cursor<'b> {
     fn string(&mut self) -> Option<()> {
         self.at += 1;
         loop {
-            match self.body.get(self.at)? {
-                b'"' => {
-                    self.at += 1;
-                    return Some(());
-                }
-                b'\\' => self.at += 2,
-                _ => self.at += 1,
+            let skip = memchr::memchr2(b'"', b'\\', self.body.get(self.at..)?)?;
+            self.at += skip;
+            if self.body[self.at] == b'"' {
+                self.at += 1;
+                return Some(());
             }
+            self.at += 2;
         }
     }
 }
@@ -240,25 +262,55 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
+    const CHAT: Names = Names {
+        list: "messages",
+        head: Some("system"),
+    };
+
+    fn elements<'b>(body: &Body<'b>) -> Vec<&'b [u8]> {
+        match &body.list {
+            Some(List::Elements(list)) => list.iter().map(|e| e.raw).collect(),
+            _ => Vec::new(),
+        }
+    }
+
     #[test]
-    fn errors_name_line_and_column_or_the_field() {
-        let message = |body: &str| split(body.as_bytes()).unwrap_err().to_string();
+    fn errors_name_line_and_column() {
+        let message = |body: &str| {
+            take_apart(body.as_bytes(), CHAT, &mut Nothing)
+                .unwrap_err()
+                .to_string()
+        };
         assert!(message("{\"messages\": [],\n  oops}").contains("line 2 column 3"));
         assert!(message("").contains("line 1 column 0"));
         assert!(message("[1]").contains("JSON object"));
-        assert!(message("{\"messages\": 3}").contains("`messages` must be a list"));
-        assert!(message("{}").contains("`messages`"));
-        assert!(message("{\"messages\": [{}], \"n\": \"x\"}").contains("wrong type"));
         assert!(message("{\"messages\": [{}]} x").contains("trailing"));
         assert!(message("{\"messages\": [{\"a\": \"unfinished").contains("EOF"));
+        assert!(message("{\"messages\": [\"\\").contains("EOF"));
     }
 
     #[test]
     fn repeated_and_unknown_keys_are_taken_as_python_takes_them() {
-        let body = br#"{"messages": [1], "n": 5, "n": 1, "x": {"y": [1, "]"]}, "messages": [2, {"a": "\"}"}], "tools": null}"#;
-        let s = split(body).unwrap();
-        assert_eq!(s.messages, [b"2".as_slice(), br#"{"a": "\"}"}"#]);
-        assert_eq!((s.fields.n, s.tools), (Some(1), None));
+        let body = br#"{"messages": [1], "n": 5, "n": 1, "x": {"y": [1, "]"]}, "messages": [2, {"a": "\"}"}], "tools": [ ], "system": null}"#;
+        let s = take_apart(body, CHAT, &mut Nothing).unwrap();
+        assert_eq!(elements(&s), [b"2".as_slice(), br#"{"a": "\"}"}"#]);
+        assert_eq!(
+            s.fields::<Value>().unwrap(),
+            json!({"n": 1, "x": {"y": [1, "]"]}})
+        );
+        assert_eq!((s.head, s.tools), (None, None));
+    }
+
+    /// Knows the texts of a list, in order.
+    struct Sequence(Vec<Vec<u8>>);
+
+    impl Known for Sequence {
+        fn length(&mut self, rest: &[u8]) -> Option<usize> {
+            let next = self.0.first()?;
+            let length = rest.starts_with(next).then_some(next.len());
+            self.0.remove(0);
+            length
+        }
     }
 
     fn value() -> impl Strategy<Value = Value> {
@@ -277,33 +329,42 @@ mod tests {
         })
     }
 
+    fn message() -> impl Strategy<Value = Value> {
+        (value(), value()).prop_map(|(role, content)| json!({"role": role, "content": content}))
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(1000))]
+        #![proptest_config(ProptestConfig::with_cases(crate::serve::proxy::fuzz_cases(1000)))]
         #[test]
-        fn splits_what_serde_splits(messages in prop::collection::vec(value(), 1..5), tools in value(), other in value(), pretty in any::<bool>()) {
+        fn splits_what_serde_splits(
+            messages in prop::collection::vec(message(), 1..6), tools in value(), other in value(),
+            pretty in any::<bool>(), known in 0usize..6, wrong in any::<bool>(),
+        ) {
             let body = json!({"a": other, "messages": messages, "tools": tools, "b": 1});
             let text = if pretty { serde_json::to_string_pretty(&body).unwrap() } else { body.to_string() };
-            let s = split(text.as_bytes()).unwrap();
-            let got: Vec<Value> = s.messages.iter().map(|m| serde_json::from_slice(m).unwrap()).collect();
+            let mut sequence: Vec<Vec<u8>> = messages.iter().take(known).map(|m| m.to_string().into_bytes()).collect();
+            if wrong { sequence.insert(sequence.len() / 2, b"{\"other\":1}".to_vec()); }
+            let s = take_apart(text.as_bytes(), CHAT, &mut Sequence(sequence)).unwrap();
+            let got: Vec<Value> = elements(&s).iter().map(|m| serde_json::from_slice(m).unwrap()).collect();
             prop_assert_eq!(got, messages);
             let got: Value = s.tools.map_or(Value::Null, |t| serde_json::from_slice(t).unwrap());
-            prop_assert_eq!(got, tools);
+            prop_assert_eq!(got, if tools == json!([]) { Value::Null } else { tools });
         }
 
         #[test]
-        fn damaged_bodies_never_panic(messages in prop::collection::vec(value(), 1..3), cut in any::<prop::sample::Index>(), byte in any::<u8>()) {
+        fn damaged_bodies_never_panic(messages in prop::collection::vec(message(), 1..3), cut in any::<prop::sample::Index>(), byte in any::<u8>()) {
             let mut body = json!({"messages": messages, "n": 1}).to_string().into_bytes();
             let at = cut.index(body.len());
-            let _ = split(&body[..at]);
+            let _ = take_apart(&body[..at], CHAT, &mut Nothing);
             body[at] = byte;
-            if let Ok(s) = split(&body) {
-                for m in s.messages { let _ = serde_json::from_slice::<Value>(m); }
+            if let Ok(s) = take_apart(&body, CHAT, &mut Nothing) {
+                for m in elements(&s) { let _ = serde_json::from_slice::<Value>(m); }
             }
         }
 
         #[test]
         fn any_bytes_never_panic(body in prop::collection::vec(any::<u8>(), 0..60)) {
-            let _ = split(&body);
+            let _ = take_apart(&body, CHAT, &mut Nothing);
         }
     }
 }

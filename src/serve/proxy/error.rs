@@ -1,14 +1,29 @@
-//! Failures as an agent sees them: the one place where they get an HTTP status and OpenAI's error shape.
+//! Failures as an agent sees them: the one place where they get an HTTP status and a protocol's error
+//! shape.
+//!
+//! | Failure | OpenAI | Anthropic |
+//! |---|---|---|
+//! | bad request, context overflow | 400 `invalid_request_error` | 400 `invalid_request_error` |
+//! | wrong secret | 401 `authentication_error` | 401 `authentication_error` |
+//! | session over | 403 `permission_error` | 403 `permission_error` |
+//! | no such session or route | 404 | 404 `not_found_error` |
+//! | body too large | 413 | 413 `request_too_large` |
+//! | draining | 429 `rate_limit_error` | 529 `overloaded_error` |
+//! | no engine free | 503 `server_error` | 529 `overloaded_error` |
+//! | engine failure | 500 `server_error` | 500 `api_error` |
+//!
+//! 429, 503 and 529 carry `retry-after`.
 
 use super::{
     capture::{CaptureError, RenderError},
+    protocol::Protocol,
     router::RouteError,
 };
 use crate::{base::EngineError, model::chat_template::TemplateError};
 use axum::{
     body::Body,
     http::{header, HeaderValue, StatusCode},
-    response::{IntoResponse, Response},
+    response::Response,
 };
 use serde_json::{json, Value};
 
@@ -61,7 +76,8 @@ pub enum ApiError {
 
 impl ApiError {
     /// HTTP status.
-    pub fn status(&self) -> StatusCode {
+    pub fn status(&self, protocol: Protocol) -> StatusCode {
+        let overloaded = || StatusCode::from_u16(529).unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
         match self {
             Self::BadRequest(_) | Self::ContextOverflow { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
@@ -69,13 +85,22 @@ impl ApiError {
             Self::UnknownSession(_) | Self::NotFound(_) => StatusCode::NOT_FOUND,
             // Agents retry 5xx and 429; a session that is over must not be retried.
             Self::Ended(_) => StatusCode::FORBIDDEN,
-            Self::Draining | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Draining | Self::Unavailable(_) if protocol == Protocol::Messages => overloaded(),
+            Self::Draining => StatusCode::TOO_MANY_REQUESTS,
+            Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Engine(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
-    /// OpenAI's error object.
-    pub fn body(&self) -> Value {
+    /// The protocol's error object.
+    pub fn body(&self, protocol: Protocol) -> Value {
+        match protocol {
+            Protocol::Messages => self.anthropic(),
+            Protocol::Chat | Protocol::Responses => self.openai(),
+        }
+    }
+
+    fn openai(&self) -> Value {
         let (kind, code) = match self {
             Self::BadRequest(_) => ("invalid_request_error", Value::Null),
             Self::ContextOverflow { .. } => ("invalid_request_error", json!("context_length_exceeded")),
@@ -84,20 +109,33 @@ impl ApiError {
             Self::UnknownSession(_) => ("invalid_request_error", json!("session_not_open")),
             Self::NotFound(_) => ("invalid_request_error", json!("not_found")),
             Self::Ended(_) => ("permission_error", json!("session_ended")),
-            Self::Draining | Self::Unavailable(_) => ("server_error", json!("unavailable")),
+            Self::Draining => ("rate_limit_error", json!("draining")),
+            Self::Unavailable(_) => ("server_error", json!("unavailable")),
             Self::Engine(_) => ("server_error", json!("engine_failure")),
         };
         json!({"error": {"message": self.to_string(), "type": kind, "param": null, "code": code}})
     }
-}
 
-impl IntoResponse for ApiError {
-    fn into_response(self) -> Response {
-        let mut response = Response::new(Body::from(self.body().to_string()));
-        *response.status_mut() = self.status();
+    fn anthropic(&self) -> Value {
+        let kind = match self {
+            Self::BadRequest(_) | Self::ContextOverflow { .. } => "invalid_request_error",
+            Self::BodyTooLarge { .. } => "request_too_large",
+            Self::WrongSecret(_) => "authentication_error",
+            Self::UnknownSession(_) | Self::NotFound(_) => "not_found_error",
+            Self::Ended(_) => "permission_error",
+            Self::Draining | Self::Unavailable(_) => "overloaded_error",
+            Self::Engine(_) => "api_error",
+        };
+        json!({"type": "error", "error": {"type": kind, "message": self.to_string()}, "request_id": null})
+    }
+
+    /// The response.
+    pub fn response(&self, protocol: Protocol) -> Response {
+        let mut response = Response::new(Body::from(self.body(protocol).to_string()));
+        *response.status_mut() = self.status(protocol);
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if self.status() == StatusCode::SERVICE_UNAVAILABLE {
+        if matches!(self, Self::Draining | Self::Unavailable(_)) {
             headers.insert(header::RETRY_AFTER, HeaderValue::from_static("5"));
         }
         response

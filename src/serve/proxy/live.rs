@@ -5,39 +5,123 @@
 //! away), the sender's `closed` resolves and the driver cancels the generation.
 
 use super::error::ApiError;
-use crate::{base::SampledToken, model::tool_calls::ToolCall};
+use crate::{
+    base::SampledToken,
+    model::tool_calls::{Piece, ToolCall},
+};
 use serde_json::{json, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
+/// A part of a reply, in order; neighbours differ in kind.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Part {
+    /// Thoughts.
+    Reasoning(String),
+    /// Text.
+    Text(String),
+    /// A tool call with its id.
+    Call(String, ToolCall),
+}
+
+/// Adds a piece to the parts; `id` makes ids of calls.
+pub fn add(parts: &mut Vec<Part>, piece: Piece, id: impl FnOnce(usize) -> String) {
+    match (parts.last_mut(), piece) {
+        (Some(Part::Reasoning(text)), Piece::Reasoning(more)) => text.push_str(&more),
+        (Some(Part::Text(text)), Piece::Text(more)) => text.push_str(&more),
+        (_, Piece::Reasoning(text)) => parts.push(Part::Reasoning(text)),
+        (_, Piece::Text(text)) => parts.push(Part::Text(text)),
+        (_, Piece::Call(call)) => {
+            let number = parts.iter().filter(|p| matches!(p, Part::Call(..))).count();
+            parts.push(Part::Call(id(number), call));
+        }
+    }
+}
+
+/// Why a reply ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// The model ended its turn.
+    Stop,
+    /// One of the request's stop texts.
+    StopText(String),
+    /// The limit on tokens.
+    Length,
+    /// It ends with tool calls.
+    ToolCalls,
+}
+
 /// A finished reply.
 #[derive(Debug)]
 pub struct Finished {
-    /// Text of the reply, without calls.
-    pub content: String,
-    /// Calls with their ids.
-    pub calls: Vec<(String, ToolCall)>,
-    /// OpenAI's finish reason.
-    pub finish_reason: &'static str,
+    /// What it says.
+    pub parts: Vec<Part>,
+    /// Why it ended.
+    pub ending: Ending,
     /// Sampled tokens.
-    pub tokens: Vec<SampledToken>,
+    pub tokens: Arc<[SampledToken]>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Of these, taken from the cache.
     pub cached_tokens: u32,
+    /// Tokens sampled inside of reasoning, as far as it is told apart.
+    pub reasoning_tokens: usize,
 }
 
 impl Finished {
-    /// The reply as a message of the conversation.
+    /// A reply of the proxy itself.
+    pub fn notice(text: &str) -> Self {
+        Self {
+            parts: vec![Part::Text(text.to_owned())],
+            ending: Ending::Stop,
+            tokens: Arc::new([]),
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            reasoning_tokens: 0,
+        }
+    }
+
+    /// The text, without reasoning and calls.
+    pub fn text(&self) -> String {
+        let texts = self.parts.iter().filter_map(|part| match part {
+            Part::Text(text) => Some(text.as_str()),
+            _ => None,
+        });
+        texts.collect()
+    }
+
+    /// The reasoning.
+    pub fn reasoning(&self) -> String {
+        let texts = self.parts.iter().filter_map(|part| match part {
+            Part::Reasoning(text) => Some(text.as_str()),
+            _ => None,
+        });
+        texts.collect()
+    }
+
+    /// The calls with their ids.
+    pub fn calls(&self) -> impl Iterator<Item = (&str, &ToolCall)> {
+        self.parts.iter().filter_map(|part| match part {
+            Part::Call(id, call) => Some((id.as_str(), call)),
+            _ => None,
+        })
+    }
+
+    /// The reply as a message of chat completions.
     pub fn message(&self) -> Value {
-        let content = if self.content.is_empty() && !self.calls.is_empty() {
+        let (text, reasoning) = (self.text(), self.reasoning());
+        let calls: Vec<Value> = self.calls().map(|(id, call)| tool_call(id, call)).collect();
+        let content = if text.is_empty() && !calls.is_empty() {
             Value::Null
         } else {
-            Value::String(self.content.clone())
+            Value::String(text)
         };
         let mut message = json!({"role": "assistant", "content": content});
-        if !self.calls.is_empty() {
-            message["tool_calls"] = self.calls.iter().map(|(id, call)| tool_call(id, call)).collect();
+        if !reasoning.is_empty() {
+            message["reasoning_content"] = json!(reasoning);
+        }
+        if !calls.is_empty() {
+            message["tool_calls"] = Value::Array(calls);
         }
         message
     }
@@ -53,28 +137,27 @@ pub fn tool_call(id: &str, call: &ToolCall) -> Value {
 pub enum End {
     /// With a reply.
     Reply(Arc<Finished>),
-    /// Without one.
+    /// Without one; nothing of it is recorded.
     Failed(ApiError),
 }
 
-/// What exists of a running turn.
+/// What is known of a running turn.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Tokens so far.
+    /// Sampled so far.
     pub tokens: Vec<SampledToken>,
-    /// Text that certainly belongs to the content.
-    pub content: String,
-    /// Set once, at the end.
+    /// What is certain of the reply.
+    pub parts: Vec<Part>,
+    /// Set once.
     pub end: Option<End>,
 }
 
-/// See the module documentation.
-#[derive(Debug)]
+/// A running turn.
 pub struct Live {
-    /// Tokens from the root to where the assistant begins.
+    /// Its prompt.
     pub prompt: Arc<[u32]>,
     progress: Mutex<Progress>,
-    /// Signals changes; its receivers are the requests that wait.
+    /// Wakes who waits; the driver watches for the last receiver to go.
     pub changed: watch::Sender<()>,
 }
 

@@ -1,9 +1,10 @@
-//! The proxy: agents speak OpenAI's API to it, and it records the exact tokens that were sampled.
+//! The proxy: agents speak OpenAI's or Anthropic's API to it, and it records the exact tokens that were
+//! sampled.
 //!
 //! ```text
-//! HTTP ── http (routes, secret) ── chat (bytes → turn) ── session ── capture (tree of turns)
-//!                                                │
-//!              stream / whole reply ◄── live ◄── turn (one task a turn) ── router ── engines
+//! HTTP ── http (routes, secret) ── request (bytes → turn) ── session ── capture (tree of turns)
+//!                                     │ protocol               │
+//!              stream / whole reply ◄──────────── live ◄── turn (one task a turn) ── router ── engines
 //! ```
 //!
 //! * **Its own threads.** The proxy runs on a runtime of its own: no trainer step, checkpoint or
@@ -20,13 +21,15 @@
 //! Invariant: a token in a [`CapturedSession`] that counts for the loss was sent by an engine, in this
 //! place, with the log-prob and version that stand beside it.
 
+mod admin;
 mod body;
 pub mod capture;
-mod chat;
 mod error;
 mod http;
 mod live;
 mod metrics;
+pub mod protocol;
+mod request;
 pub mod router;
 mod session;
 mod stream;
@@ -34,11 +37,15 @@ mod stream;
 mod tests;
 mod turn;
 
+pub use admin::AdminConfig;
 pub use error::ApiError;
-pub use session::TURN_LIMIT_NOTICE;
+pub use session::{TIME_LIMIT_NOTICE, TOKEN_LIMIT_NOTICE, TURN_LIMIT_NOTICE};
 
 use crate::{
-    base::{CapturedSession, GroupId, SessionEndpoint, SessionError, SessionHost, SessionId, SessionSpec},
+    base::{
+        BranchKind, CapturedSession, GroupId, SessionEndpoint, SessionError, SessionHost, SessionId,
+        SessionSpec,
+    },
     model::{
         chat_template::{ChatTemplate, TemplateError},
         tokenizer::{Tokenizer, TokenizerError},
@@ -56,7 +63,7 @@ use std::{
     net::SocketAddr,
     path::PathBuf,
     sync::{
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         Arc, Mutex, PoisonError, RwLock,
     },
     time::Duration,
@@ -82,10 +89,26 @@ pub struct ProxyConfig {
     pub max_body_bytes: usize,
     /// Threads of the proxy's runtime.
     pub threads: usize,
+    /// Kinds of branches that are trained on (`PROXY_TRAIN_BRANCHES`).
+    pub train_branches: Vec<BranchKind>,
+    /// Most sampled tokens of a session over all its branches (`PROXY_MAX_SESSION_TOKENS`); then its requests
+    /// are answered with a notice.
+    pub max_session_tokens: Option<u64>,
+    /// Sessions may be opened and closed over HTTP.
+    pub admin: Option<AdminConfig>,
 }
 
 impl ProxyConfig {
-    /// Defaults: no TCP, hermes, 256 MiB, two threads.
+    /// Kinds of branches that are trained on unless the configuration says otherwise: all but side requests.
+    pub const TRAIN_BRANCHES: [BranchKind; 5] = [
+        BranchKind::Main,
+        BranchKind::SubAgent,
+        BranchKind::Compaction,
+        BranchKind::Retry,
+        BranchKind::Rewritten,
+    ];
+
+    /// Defaults: no TCP, hermes, 256 MiB, two threads, no cap on a session's tokens, no admin.
     pub fn new(unix_socket: PathBuf, model: String, model_dir: PathBuf) -> Self {
         Self {
             tcp: None,
@@ -96,6 +119,9 @@ impl ProxyConfig {
             template_variables: Map::new(),
             max_body_bytes: 256 << 20,
             threads: 2,
+            train_branches: Self::TRAIN_BRANCHES.to_vec(),
+            max_session_tokens: None,
+            admin: None,
         }
     }
 }
@@ -167,6 +193,12 @@ fn random_hex(bytes: usize) -> String {
 pub struct Shared {
     model: String,
     max_body_bytes: usize,
+    train_branches: Vec<BranchKind>,
+    max_session_tokens: Option<u64>,
+    admin: Option<AdminConfig>,
+    /// Sessions opened over HTTP.
+    opened: AtomicU64,
+    tcp: Option<SocketAddr>,
     renderer: Renderer,
     format: Arc<dyn ToolCallFormat>,
     router: Arc<Router>,
@@ -205,8 +237,8 @@ impl Proxy {
     pub fn start(config: ProxyConfig, router: Arc<Router>) -> Result<Arc<Self>, ProxyError> {
         let tokenizer = Tokenizer::from_dir(&config.model_dir)?;
         let template = ChatTemplate::from_dir(&config.model_dir)?;
+        let format = tool_calls::format_by_name(&config.tool_call_parser, &template)?;
         let renderer = Renderer::new(template, tokenizer, config.template_variables)?;
-        let format = tool_calls::format_by_name(&config.tool_call_parser)?;
         let tcp = config.tcp.map(bind_tcp).transpose()?;
         let address = match &tcp {
             Some(listener) => Some(listener.local_addr().map_err(ProxyError::Threads)?),
@@ -222,6 +254,11 @@ impl Proxy {
         let shared = Arc::new(Shared {
             model: config.model,
             max_body_bytes: config.max_body_bytes,
+            train_branches: config.train_branches,
+            max_session_tokens: config.max_session_tokens,
+            admin: config.admin,
+            opened: AtomicU64::new(0),
+            tcp: address,
             renderer,
             format,
             router,
@@ -282,7 +319,7 @@ impl Proxy {
         &self.shared.router
     }
 
-    /// Requests get 503 with retry-after, and no session opens; running turns go on.
+    /// Requests get 429 or 529 with retry-after, and no session opens; running turns go on.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::Relaxed);
     }
@@ -326,18 +363,13 @@ impl Drop for Proxy {
     }
 }
 
-#[async_trait::async_trait]
-impl SessionHost for Proxy {
-    fn open(&self, spec: SessionSpec) -> Result<SessionEndpoint, SessionError> {
-        if self.shared.is_draining() {
+impl Proxy {
+    fn open_in(shared: &Shared, spec: SessionSpec) -> Result<Arc<Session>, SessionError> {
+        if shared.is_draining() {
             return Err(SessionError::Closed("it is draining".into()));
         }
         let session = Arc::new(Session::new(spec, random_hex(16)));
-        let mut sessions = self
-            .shared
-            .sessions
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut sessions = shared.sessions.write().unwrap_or_else(PoisonError::into_inner);
         if sessions.contains_key(&session.id.0) {
             return Err(SessionError::Closed(format!(
                 "a session named `{}` is already open",
@@ -345,8 +377,33 @@ impl SessionHost for Proxy {
             )));
         }
         sessions.insert(session.id.0.clone(), session.clone());
+        Ok(session)
+    }
+
+    async fn close_in(shared: &Arc<Shared>, id: &SessionId) -> Result<CapturedSession, SessionError> {
+        let session = {
+            let mut sessions = shared.sessions.write().unwrap_or_else(PoisonError::into_inner);
+            sessions.remove(&id.0)
+        };
+        let session = session.ok_or_else(|| SessionError::Unknown(id.clone()))?;
+        session.shut(Closed::ByTrial);
+        shared.router.end_session(id);
+        // The record may be locked by a request that encodes: wait on a thread that may block.
+        let (owner, proxy) = (session.clone(), shared.clone());
+        tokio::task::spawn_blocking(move || owner.hand_over(&proxy.train_branches))
+            .await
+            .map_err(|error| {
+                SessionError::Closed(format!("session `{id}` could not be handed over: {error}"))
+            })
+    }
+}
+
+#[async_trait::async_trait]
+impl SessionHost for Proxy {
+    fn open(&self, spec: SessionSpec) -> Result<SessionEndpoint, SessionError> {
+        let session = Self::open_in(&self.shared, spec)?;
         Ok(SessionEndpoint {
-            path: format!("/sess/{}.{}", session.id, session.secret),
+            path: session.path(),
             session: session.id.clone(),
             secret: session.secret.clone(),
             model: self.shared.model.clone(),
@@ -356,24 +413,7 @@ impl SessionHost for Proxy {
     }
 
     async fn close(&self, id: &SessionId) -> Result<CapturedSession, SessionError> {
-        let session = {
-            let mut sessions = self
-                .shared
-                .sessions
-                .write()
-                .unwrap_or_else(PoisonError::into_inner);
-            sessions.remove(&id.0)
-        };
-        let session = session.ok_or_else(|| SessionError::Unknown(id.clone()))?;
-        session.shut(Closed::ByTrial);
-        self.shared.router.end_session(id);
-        // The record may be locked by a request that encodes: wait on a thread that may block.
-        let owner = session.clone();
-        tokio::task::spawn_blocking(move || owner.hand_over())
-            .await
-            .map_err(|error| {
-                SessionError::Closed(format!("session `{id}` could not be handed over: {error}"))
-            })
+        Self::close_in(&self.shared, id).await
     }
 
     fn cancel_group(&self, group: GroupId) {
@@ -383,6 +423,12 @@ impl SessionHost for Proxy {
             }
         }
     }
+}
+
+/// Inputs of a property: `LEGORL_FUZZ_CASES`, or else `short`.
+#[cfg(test)]
+fn fuzz_cases(short: u32) -> u32 {
+    std::env::var("LEGORL_FUZZ_CASES").map_or(short, |n| n.parse().expect("LEGORL_FUZZ_CASES is a number"))
 }
 
 fn bind_tcp(address: SocketAddr) -> Result<std::net::TcpListener, ProxyError> {

@@ -1,16 +1,19 @@
 //! One open session: admission of its requests, its running turns, its record.
 
 use super::{
-    capture::{self, Place, Tree},
+    capture::{self, Asked, Place, Tree},
     error::ApiError,
     live::{End, Finished, Live, Subscription},
     turn::{self, TurnSpec},
     Shared,
 };
-use crate::base::{CapturedSession, SessionId, SessionSpec};
+use crate::base::{BranchKind, CapturedSession, SessionId, SessionSpec};
 use std::{
     collections::HashMap,
-    sync::{atomic::AtomicUsize, Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError, TryLockError,
+    },
     time::Instant,
 };
 use tokio::sync::watch;
@@ -18,6 +21,15 @@ use tokio::sync::watch;
 /// Answered when a session may not generate any more; agents take it as the end of their work.
 pub const TURN_LIMIT_NOTICE: &str =
     "The turn limit of this session is reached. No further reply is generated.";
+/// The same for sampled tokens.
+pub const TOKEN_LIMIT_NOTICE: &str =
+    "The token limit of this session is reached. No further reply is generated.";
+/// The same for wall time.
+pub const TIME_LIMIT_NOTICE: &str =
+    "The time limit of this session has passed. No further reply is generated.";
+
+/// An agent that asks on after so many notices gets errors.
+const MAX_NOTICES: u32 = 20;
 
 /// Why a session takes no more requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,8 +51,8 @@ pub enum Started {
         /// Its prompt, if the request asks for token ids.
         prompt: Option<Arc<[u32]>>,
     },
-    /// The session's turns are used up.
-    TurnLimit,
+    /// The session has used up what it may use: a reply of the proxy itself, which is not recorded.
+    Notice(&'static str),
 }
 
 /// A session; see the module documentation.
@@ -55,6 +67,10 @@ pub struct Session {
     pub closed: watch::Sender<Option<Closed>>,
     /// Length of the largest body so far: what is beyond is new and has to be encoded.
     pub seen_bytes: AtomicUsize,
+    /// Requests with the right secret.
+    pub requests: AtomicU32,
+    /// Requests of these that were refused or failed.
+    pub refused: AtomicU32,
     state: Mutex<State>,
 }
 
@@ -71,7 +87,9 @@ pub struct State {
     pub captured: CapturedSession,
     /// Requests answered again from the record.
     pub replays: u32,
-    /// Answered turns in a row without a tool call.
+    /// Notices given.
+    pub notices: u32,
+    /// Answered turns in a row that could have called a tool and did not.
     pub turns_without_tool: u32,
 }
 
@@ -84,8 +102,15 @@ impl Session {
             spec,
             closed: watch::Sender::new(None),
             seen_bytes: AtomicUsize::new(0),
+            requests: AtomicU32::new(0),
+            refused: AtomicU32::new(0),
             state: Mutex::default(),
         }
+    }
+
+    /// URL path with the secret in it.
+    pub fn path(&self) -> String {
+        format!("/sess/{}~{}", self.id, self.secret)
     }
 
     /// The record, from a thread that may block.
@@ -121,10 +146,6 @@ impl Session {
                 "session `{}` was cancelled: its group goes on without it",
                 self.id
             ))),
-            None if Instant::now() >= self.spec.limits.deadline => Err(ApiError::Ended(format!(
-                "the time limit of session `{}` has passed",
-                self.id
-            ))),
             None => Ok(()),
         }
     }
@@ -135,22 +156,29 @@ impl Session {
         state: &mut State,
         shared: &Arc<Shared>,
         request: TurnSpec,
-        messages: &[&[u8]],
-        tools: Option<&[u8]>,
+        asked: Asked<'_>,
     ) -> Result<Started, ApiError> {
         self.check_open()?;
         let limits = &self.spec.limits;
         let window = limits.max_total_tokens as usize;
-        let place = state
-            .tree
-            .place(&shared.renderer, messages, tools, request.options(), window);
+        if Instant::now() >= limits.deadline {
+            return self.notice(state, TIME_LIMIT_NOTICE);
+        }
+        let place = state.tree.place(
+            &shared.renderer,
+            &Asked {
+                options: request.options(),
+                limit: window,
+                ..asked
+            },
+        );
         let (node, prompt) = match place {
             Ok(Place::Known(node)) => {
                 if let Some(live) = state.live.get(&node) {
                     return Ok(Started::Running(Subscription::new(live)));
                 }
                 if state.captured.turns + state.replays >= limits.max_turns.saturating_mul(2) {
-                    return Ok(Started::TurnLimit);
+                    return self.notice(state, TURN_LIMIT_NOTICE);
                 }
                 let Some(finished) = state.finished.get(&node).cloned() else {
                     return Err(ApiError::Engine(format!(
@@ -176,7 +204,15 @@ impl Session {
         if used_up || (silent > 0 && state.turns_without_tool >= silent) {
             state.tree.remove(node);
             state.captured.turn_limit_hit |= used_up;
-            return Ok(Started::TurnLimit);
+            return self.notice(state, TURN_LIMIT_NOTICE);
+        }
+        if shared
+            .max_session_tokens
+            .is_some_and(|cap| state.captured.completion_tokens >= cap)
+        {
+            state.tree.remove(node);
+            state.captured.token_limit_hit = true;
+            return self.notice(state, TOKEN_LIMIT_NOTICE);
         }
         if prompt.len() >= window {
             state.tree.remove(node);
@@ -206,6 +242,14 @@ impl Session {
         Ok(Started::Running(subscription))
     }
 
+    fn notice(&self, state: &mut State, text: &'static str) -> Result<Started, ApiError> {
+        state.notices += 1;
+        if state.notices > MAX_NOTICES {
+            return Err(ApiError::Ended(format!("session `{}` is over: {text}", self.id)));
+        }
+        Ok(Started::Notice(text))
+    }
+
     /// Closes the session for requests and running turns; the first reason stays.
     pub fn shut(&self, reason: Closed) {
         self.closed.send_if_modified(|closed| {
@@ -217,15 +261,17 @@ impl Session {
         });
     }
 
-    /// Everything that was recorded.
-    pub fn hand_over(&self) -> CapturedSession {
+    /// Everything that was recorded; branches of the kinds in `train` are trainable.
+    pub fn hand_over(&self, train: &[BranchKind]) -> CapturedSession {
         let mut state = self.lock();
         for live in std::mem::take(&mut state.live).into_values() {
             live.finish(End::Failed(ApiError::UnknownSession(self.id.to_string())));
         }
         let mut captured = std::mem::take(&mut state.captured);
-        captured.sequences = capture::sequences(&state.tree);
-        captured.conversations = state.tree.conversations();
+        captured.branches = capture::branches(&state.tree, train);
+        captured.sequences = capture::trainable(&captured.branches);
+        captured.requests = self.requests.load(Ordering::Relaxed);
+        captured.refused = self.refused.load(Ordering::Relaxed);
         let versions = captured.sequences.iter().flat_map(|s| {
             let pairs = s.versions.iter().zip(&s.loss_mask);
             pairs

@@ -7,7 +7,7 @@
 use super::{
     capture::NodeId,
     error::ApiError,
-    live::{End, Finished, Live},
+    live::{self, End, Ending, Finished, Live},
     router::{Generated, RouteError},
     session::{Closed, Session, State},
     Shared,
@@ -16,7 +16,7 @@ use crate::{
     base::{FinishReason, GenerateRequest, RequestId, SampledToken},
     model::{
         tokenizer::DecodeStream,
-        tool_calls::{StreamParser, ToolCallFormat},
+        tool_calls::{Piece, ReplyParser, Thinking, ToolCallFormat},
     },
 };
 use serde_json::Value;
@@ -41,8 +41,10 @@ pub struct TurnSpec {
     pub parse_tools: bool,
     /// The request asks for the prompt's token ids.
     pub echo_prompt: bool,
-    /// The tools, as raw JSON.
-    pub tools: Option<Vec<u8>>,
+    /// The tools in OpenAI form, for parsers that need them ([`ToolCallFormat::needs_schema`]).
+    pub schema: Vec<Value>,
+    /// What ids of tool calls begin with.
+    pub call_prefix: &'static str,
 }
 
 impl TurnSpec {
@@ -73,6 +75,7 @@ pub struct Job {
 enum Outcome {
     Generated(Result<Generated, RouteError>),
     StopText,
+    Deadline,
     Abandoned,
     Closed(Closed),
 }
@@ -105,7 +108,9 @@ pub async fn drive(job: Job) {
             let (tokens, stopped) = text.push(&job, tokens);
             let mut progress = job.live.progress();
             progress.tokens.extend(tokens);
-            progress.content.push_str(&text.take_released());
+            for piece in text.take_pieces() {
+                live::add(&mut progress.parts, piece, |number| job.call_id(number));
+            }
             drop(progress);
             job.live.changed.send_replace(());
             if stopped {
@@ -116,6 +121,8 @@ pub async fn drive(job: Job) {
         let generation = job.shared.router.generate(generate, on_tokens);
         tokio::pin!(generation);
         let mut closed = job.session.closed.subscribe();
+        let deadline = tokio::time::sleep_until(limits.deadline.into());
+        tokio::pin!(deadline);
         loop {
             let over = *closed.borrow_and_update();
             if let Some(reason) = over {
@@ -130,6 +137,7 @@ pub async fn drive(job: Job) {
                 },
                 () = stop_hit.notified() => break Outcome::StopText,
                 _ = closed.changed() => {}
+                () = &mut deadline => break Outcome::Deadline,
                 () = job.live.changed.closed() => {
                     if job.leave_if_abandoned(started).await {
                         break Outcome::Abandoned;
@@ -155,11 +163,23 @@ pub async fn drive(job: Job) {
         })) => Err(ApiError::Engine("the engine ended the generation".into())),
         Outcome::Generated(Ok(generated)) => Ok((Some(generated), text.finish(&job, generated.reason))),
         Outcome::StopText => Ok((None, text.finish(&job, FinishReason::Stop))),
+        // What was sampled in time is a reply that was cut off.
+        Outcome::Deadline if !text.tokens.is_empty() => Ok((None, text.finish(&job, FinishReason::Length))),
+        Outcome::Deadline => Err(ApiError::Ended(format!(
+            "the time limit of session `{}` passed before the first token",
+            job.session.id
+        ))),
     };
     job.settle(end, started).await;
 }
 
 impl Job {
+    /// The id of the turn's n-th call; the same in every retry of the turn.
+    fn call_id(&self, number: usize) -> String {
+        let unique = super::mix_seed(self.seed, self.node as u64, number as u64);
+        format!("{}{unique:016x}", self.request.call_prefix)
+    }
+
     /// True if nobody waits any more; the turn is then removed. A client that joins meanwhile keeps it.
     async fn leave_if_abandoned(&self, started: Instant) -> bool {
         let (live, node) = (self.live.clone(), self.node);
@@ -178,7 +198,8 @@ impl Job {
 
     async fn settle(&self, end: Result<(Option<Generated>, ReplyEnd), ApiError>, started: Instant) {
         let (live, node, shared) = (self.live.clone(), self.node, self.shared.clone());
-        let (prompt_tokens, id, seed) = (self.live.prompt.len(), self.session.id.clone(), self.seed);
+        let (prompt_tokens, id) = (self.live.prompt.len(), self.session.id.clone());
+        let with_tools = self.request.parse_tools;
         let settled = self.session.with_state(false, move |state: &mut State| {
             if state.live.remove(&node).is_none() {
                 return; // the session was handed over
@@ -191,33 +212,27 @@ impl Job {
                     captured.prompt_tokens += prompt_tokens as u64;
                     captured.completion_tokens += reply.tokens.len() as u64;
                     captured.malformed_tool_calls += u32::from(reply.malformed);
-                    captured.length_finishes += u32::from(reply.finish_reason == "length");
+                    captured.length_finishes += u32::from(reply.ending == Ending::Length);
                     if let Some(generated) = generated {
                         captured.admission_wait_secs += generated.admission_wait.as_secs_f64();
                     }
-                    state.turns_without_tool = if reply.calls.is_empty() {
-                        state.turns_without_tool + 1
-                    } else {
-                        0
-                    };
-                    let calls = reply.calls.into_iter().enumerate().map(|(i, call)| {
-                        let unique = super::mix_seed(seed, node as u64, i as u64);
-                        (format!("call_{unique:016x}"), call)
-                    });
+                    // A request without tools cannot be answered with a call.
+                    if with_tools {
+                        let silent = reply.ending != Ending::ToolCalls && !reply.has_calls;
+                        state.turns_without_tool = if silent { state.turns_without_tool + 1 } else { 0 };
+                    }
                     let finished = Arc::new(Finished {
-                        content: reply.content,
-                        calls: calls.collect(),
-                        finish_reason: reply.finish_reason,
-                        tokens: reply.tokens,
+                        parts: std::mem::take(&mut live.progress().parts),
+                        ending: reply.ending,
+                        tokens: reply.tokens.into(),
                         prompt_tokens,
                         cached_tokens: generated.map_or(0, |g| g.cached_tokens),
+                        reasoning_tokens: reply.reasoning_tokens,
                     });
-                    state.tree.commit(
-                        &shared.renderer,
-                        node,
-                        finished.tokens.clone(),
-                        finished.message(),
-                    );
+                    let message = finished.message();
+                    state
+                        .tree
+                        .commit(&shared.renderer, node, finished.tokens.clone(), message);
                     state.finished.insert(node, finished.clone());
                     shared.counters.on_turn(&finished, started.elapsed());
                     live.finish(End::Reply(finished));
@@ -243,71 +258,87 @@ impl Job {
     }
 }
 
-/// The reply's text as it grows: decoding, stop texts, tool calls.
+/// The reply's text as it grows: decoding, stop texts, reasoning, tool calls.
 struct ReplyText {
     decode: DecodeStream,
-    parser: StreamParser,
-    format: Option<Arc<dyn ToolCallFormat>>,
+    parser: ReplyParser,
     stop: Vec<String>,
+    /// The stop text that was met.
+    stopped: Option<String>,
     /// Decoded text that may still begin a stop text.
     held: String,
-    released: String,
+    pieces: Vec<Piece>,
     tokens: Vec<SampledToken>,
+    /// Reasoning is told apart, so its tokens are counted.
+    thinks: bool,
+    reasoning_tokens: usize,
 }
 
 struct ReplyEnd {
-    content: String,
-    calls: Vec<crate::model::tool_calls::ToolCall>,
+    ending: Ending,
+    has_calls: bool,
     malformed: bool,
-    finish_reason: &'static str,
     tokens: Vec<SampledToken>,
+    reasoning_tokens: usize,
 }
 
 impl ReplyText {
     fn new(job: &Job, format: Option<Arc<dyn ToolCallFormat>>) -> Self {
+        let thinking = job.shared.renderer.thinking(&job.live.prompt);
         Self {
             decode: DecodeStream::new(),
-            parser: StreamParser::new(),
-            format,
+            parser: ReplyParser::new(format, job.request.schema.clone(), thinking),
             stop: job.request.stop.clone(),
+            stopped: None,
             held: String::new(),
-            released: String::new(),
+            pieces: Vec::new(),
             tokens: Vec::new(),
+            thinks: thinking != Thinking::None,
+            reasoning_tokens: 0,
         }
     }
 
     /// Takes tokens up to the one that completes a stop text; tells whether there was one.
-    fn push(&mut self, job: &Job, tokens: Vec<SampledToken>) -> (Vec<SampledToken>, bool) {
+    fn push(&mut self, job: &Job, mut tokens: Vec<SampledToken>) -> (Vec<SampledToken>, bool) {
         let tokenizer = job.shared.renderer.tokenizer();
-        let (mut taken, mut stopped) = (0, false);
-        if self.stop.is_empty() {
+        if self.stop.is_empty() && !self.thinks {
             let text = self.decode.push(tokenizer, tokens.iter().map(|t| t.id));
             self.parse(&text);
-            taken = tokens.len();
         } else {
-            while taken < tokens.len() && !stopped {
+            let mut taken = 0;
+            while taken < tokens.len() && self.stopped.is_none() {
                 let text = self.decode.push(tokenizer, [tokens[taken].id]);
                 taken += 1;
                 self.held.push_str(&text);
-                let hit = self.stop.iter().filter_map(|stop| self.held.find(stop)).min();
-                let free = match hit {
-                    Some(at) => {
-                        stopped = true;
-                        at
-                    }
-                    None => self.held.len() - self.stop_prefix(),
-                };
-                let text: String = self.held.drain(..free).collect();
-                self.parse(&text);
+                self.release();
+                if self.parser.in_reasoning() {
+                    self.reasoning_tokens = self.tokens.len() + taken;
+                }
             }
+            tokens.truncate(taken);
         }
-        if stopped {
+        self.tokens.extend(&tokens);
+        (tokens, self.stopped.is_some())
+    }
+
+    /// Hands text on up to a stop text, or up to where one may have begun.
+    fn release(&mut self) {
+        let hits = self
+            .stop
+            .iter()
+            .filter_map(|stop| Some((self.held.find(stop)?, stop)));
+        let free = match hits.min_by_key(|(at, _)| *at) {
+            Some((at, stop)) => {
+                self.stopped = Some(stop.clone());
+                at
+            }
+            None => self.held.len() - self.stop_prefix(),
+        };
+        let text: String = self.held.drain(..free).collect();
+        self.parse(&text);
+        if self.stopped.is_some() {
             self.held.clear();
         }
-        let mut tokens = tokens;
-        tokens.truncate(taken);
-        self.tokens.extend(&tokens);
-        (tokens, stopped)
     }
 
     /// Bytes at the end of `held` that may begin a stop text.
@@ -320,34 +351,43 @@ impl ReplyText {
     }
 
     fn parse(&mut self, text: &str) {
-        let shown = self.parser.push(self.format.as_deref(), text);
-        self.released.push_str(&shown);
+        let pieces = self.parser.push(text);
+        self.pieces.extend(pieces);
     }
 
-    fn take_released(&mut self) -> String {
-        std::mem::take(&mut self.released)
+    fn take_pieces(&mut self) -> Vec<Piece> {
+        std::mem::take(&mut self.pieces)
     }
 
-    /// The whole reply. `Progress::content` is a beginning of its content.
+    /// The end of the reply; its last parts go to the turn's progress.
     fn finish(mut self, job: &Job, reason: FinishReason) -> ReplyEnd {
-        let rest = std::mem::take(&mut self.held) + &self.decode.finish();
-        self.parse(&rest);
-        let tools = job.request.tools.as_deref();
-        let tools: Option<Vec<Value>> = tools.and_then(|raw| serde_json::from_slice(raw).ok());
-        let end = self.parser.finish(self.format.as_deref(), tools.as_deref());
-        let shown = job.live.progress().content.clone() + &self.released;
+        if self.stopped.is_none() {
+            let rest = self.decode.finish();
+            self.held.push_str(&rest);
+            self.release();
+            let rest = std::mem::take(&mut self.held);
+            self.parse(&rest);
+        }
+        let pieces = self.parser.finish();
+        self.pieces.extend(pieces);
+        let mut progress = job.live.progress();
+        for piece in self.take_pieces() {
+            live::add(&mut progress.parts, piece, |number| job.call_id(number));
+        }
+        let has_calls = progress.parts.iter().any(|p| matches!(p, live::Part::Call(..)));
         let length = reason == FinishReason::Length;
         ReplyEnd {
-            content: shown + &end.content,
-            finish_reason: match (length, end.calls.is_empty()) {
-                (true, _) => "length",
-                (false, false) => "tool_calls",
-                (false, true) => "stop",
+            ending: match (length, has_calls, self.stopped) {
+                (true, _, _) => Ending::Length,
+                (false, true, _) => Ending::ToolCalls,
+                (false, false, Some(stop)) => Ending::StopText(stop),
+                (false, false, None) => Ending::Stop,
             },
-            calls: end.calls,
+            has_calls,
             // A call that was cut off is not one that the model wrote wrongly.
-            malformed: end.malformed && !length,
+            malformed: self.parser.malformed() > 0 && !length,
             tokens: self.tokens,
+            reasoning_tokens: self.reasoning_tokens,
         }
     }
 }

@@ -95,7 +95,7 @@ fn tokenizer_config(bpe: &TrainedBpe) -> Value {
 /// The network's shape for a vocabulary: two layers of width 192, about one million parameters.
 pub fn model_config(vocab_size: usize, eos_token_ids: Vec<u32>) -> ModelConfig {
     let mut config = ModelConfig::qwen3(vocab_size, 192, 512, 2, 3, 3, 64);
-    config.rope_theta = 10_000.0;
+    config.rope.theta = 10_000.0;
     config.max_position_embeddings = MAX_POSITIONS;
     config.eos_token_ids = eos_token_ids;
     config

@@ -7,8 +7,11 @@ use super::{
     *,
 };
 use crate::model::{
-    chat_template::ChatTemplate, hf::ModelConfig, net::Policy, tokenizer::Tokenizer,
-    tool_calls::format_by_name,
+    chat_template::ChatTemplate,
+    hf::ModelConfig,
+    net::Policy,
+    tokenizer::Tokenizer,
+    tool_calls::{Hermes, Step, ToolCallFormat},
 };
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -116,16 +119,16 @@ fn streams_are_what_a_session_records() {
 /// The turns that the policy learns are tool calls for the parser that the proxy uses.
 #[test]
 fn turns_parse_as_hermes_tool_calls() {
-    let format = format_by_name("hermes").expect("hermes");
     for transcript in transcripts(5, 80) {
         for step in &transcript.steps {
             let text = format!(
                 "<tool_call>\n{{\"name\": \"bash\", \"arguments\": {{\"command\": \"{}\"}}}}\n</tool_call>",
                 step.command
             );
-            let reply = format.parse(&text, None);
-            assert_eq!(reply.calls.len(), 1, "{text}");
-            let arguments: serde_json::Value = serde_json::from_str(&reply.calls[0].arguments).expect("JSON");
+            let Step::Call { call, .. } = Hermes.next(&text, true, &[]) else {
+                panic!("{text}");
+            };
+            let arguments: serde_json::Value = serde_json::from_str(&call.arguments).expect("JSON");
             assert_eq!(arguments, json!({"command": step.command}));
         }
     }

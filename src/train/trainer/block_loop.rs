@@ -366,11 +366,13 @@ impl<'a> Network<'a> {
         }
     }
 
-    /// `[N]` in the element type and on the device of `like`.
+    /// `[N]` on the device of `like` and in its element type, at least f32.
     pub(super) fn column(&self, values: &[f64], like: &Tensor) -> Tensor {
-        Tensor::from_slice(values)
-            .to_kind(like.kind())
-            .to_device(like.device())
+        let kind = match like.kind() {
+            Kind::BFloat16 => Kind::Float,
+            kind => kind,
+        };
+        Tensor::from_slice(values).to_kind(kind).to_device(like.device())
     }
 
     pub(super) fn parameter(&self, name: &str) -> Tensor {

@@ -75,7 +75,8 @@ impl Critic {
 
     /// `[N]` predictions of rows `[N,H]` of the residual stream.
     fn values(&self, rows: &Tensor) -> Tensor {
-        let normed = self.trunk.final_norm(rows);
+        // In f32, whatever the trunk computes in: returns differ by less than bf16 tells apart.
+        let normed = self.trunk.final_norm(rows).to_kind(self.head.kind());
         normed.linear(&self.head, Some(&self.bias)).squeeze_dim(-1)
     }
 
@@ -219,7 +220,7 @@ impl Critic {
         ids: &Tensor,
         layout: &crate::model::net::PackedLayout,
     ) -> Tensor {
-        let hidden = self.trunk.forward_hidden(ids, layout);
+        let hidden = self.trunk.forward_hidden(ids, layout).to_kind(self.head.kind());
         hidden.linear(&self.head, Some(&self.bias)).squeeze_dim(-1)
     }
 }

@@ -56,7 +56,12 @@ pub(super) fn whole(normed: &Tensor, weight: &Tensor, targets: &Tensor, divisor:
 }
 
 fn log_softmax(normed: &Tensor, weight: &Tensor, divisor: f64) -> Tensor {
-    let logits = normed.linear(weight, None::<&Tensor>);
+    let logits = normed.linear(&weight.to_kind(normed.kind()), None::<&Tensor>);
+    // The log-softmax of a bf16 row would lose what the loss lives on.
+    let logits = match logits.kind() {
+        Kind::BFloat16 => logits.to_kind(Kind::Float),
+        _ => logits,
+    };
     let logits = if divisor == 1.0 { logits } else { logits / divisor };
     logits.log_softmax(-1, None::<Kind>)
 }

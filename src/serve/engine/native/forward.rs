@@ -42,7 +42,7 @@ pub(super) struct Shape {
 impl Shape {
     pub(super) fn new(config: ModelConfig, max_model_len: usize) -> Self {
         let positions = Tensor::arange(max_model_len as i64, (Kind::Int64, Device::Cpu));
-        let (cos, sin) = crate::model::net::rope_table(&positions, config.rope_theta, config.head_dim as i64);
+        let (cos, sin) = crate::model::net::rope_table(&positions, &config.rope);
         let half = config.head_dim / 2;
         let take = |t: Tensor| {
             let t = t.squeeze_dim(1).narrow(1, 0, half as i64).contiguous();

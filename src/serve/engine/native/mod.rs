@@ -46,7 +46,7 @@ use crate::{
         WeightAck, WeightError, WeightTarget, WeightTensor, WeightUpdate,
     },
     model::{
-        hf::{Checkpoint, ModelConfig, ModelError},
+        hf::{Checkpoint, ModelConfig, ModelError, ModelType},
         net::Policy,
     },
 };
@@ -145,6 +145,12 @@ impl NativeEngine {
         tensors: &[WeightTensor],
     ) -> Result<Arc<Self>, StartError> {
         check_config(&config)?;
+        if model.model_type != ModelType::Qwen3 {
+            return Err(StartError::Config(format!(
+                "it does not serve {} models in this version",
+                model.model_type.name()
+            )));
+        }
         let num_pages = config.kv_cache_tokens / PAGE_TOKENS;
         let shared = Arc::new(Shared::new(PagePool::new(num_pages), config.version));
         let weights = EngineWeights::new(&model, tensors)?;

@@ -3,8 +3,8 @@
 //! Agents repeat the conversation with every request and change its form on the way: content flips
 //! between a string and a list of text parts, cache marks move, arguments are printed again with other
 //! spacing, null becomes an empty string. [`Canonical`] keeps what a template could render and nothing
-//! else. An assistant's content is compared without surrounding white space, and its reasoning not at
-//! all, since agents trim the one and drop the other; what the model said is restored from tokens.
+//! else. An assistant's content is compared without its white space, and its reasoning not at all, since agents
+//! trim the one and drop the other; what the model said is restored from tokens.
 
 use crate::model::chat_template::{normalize, MessageError};
 use serde_json::Value;
@@ -36,7 +36,11 @@ impl Canonical {
         let assistant = role == "assistant";
         let calls = message["tool_calls"].as_array().into_iter().flatten();
         Ok(Self {
-            content: if assistant { content.trim() } else { content }.to_owned(),
+            content: if assistant {
+                content.split_whitespace().collect()
+            } else {
+                content.to_owned()
+            },
             name: text("name").filter(|_| role != "tool"),
             tool_call_id: text("tool_call_id"),
             calls: calls

@@ -12,18 +12,27 @@
 //! repeats; its further messages are the new turn's delta. Assistant messages in a delta were not sampled
 //! in this form: they are rendered, and are context.
 //!
+//! Messages are kept as the bytes in which they last arrived. Equal bytes are the same message; other
+//! bytes are compared by what they mean ([`Canonical`]), and remembered if they mean the same. So what an
+//! agent repeats is compared, not parsed, and [`Tree::known`] tells a reader of requests how long the
+//! messages are that it has seen.
+//!
 //! Invariants: the tokens of a path are the prompt that the engine saw, in order; sampled tokens enter
 //! by [`Tree::commit`] alone, as the engine sent them; a turn without a finished reply has no children.
 
+mod branches;
 mod canonical;
+mod known;
 mod renderer;
-mod sequences;
 #[cfg(test)]
 mod tests;
+mod wire;
 
+pub use branches::{branches, trainable};
 pub use canonical::Canonical;
+pub use known::KnownMessages;
 pub use renderer::{RenderError, Renderer};
-pub use sequences::sequences;
+pub use wire::{is_reply_item, Form, Item};
 
 use crate::{base::SampledToken, model::chat_template::MessageError};
 use serde_json::Value;
@@ -32,39 +41,47 @@ use std::sync::Arc;
 /// Index of a turn in [`Tree::nodes`].
 pub type NodeId = usize;
 
-/// Why a branch began.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BranchReason {
-    /// The session's first request.
-    First,
-    /// It extends the turn before it.
-    Extension,
-    /// Other tools, or a first message that no other branch has.
-    NewConversation,
-    /// It repeats a turn and goes on differently.
-    Rewritten,
-}
-
-/// A message as bytes, with the form it last arrived in.
+/// A message as bytes, in the form in which it last arrived.
 #[derive(Debug)]
 struct Stored {
+    form: Form,
     raw: Box<[u8]>,
 }
 
 impl Stored {
-    /// The message as JSON. What is stored was parsed before.
-    fn value(&self) -> Value {
-        serde_json::from_slice(&self.raw).unwrap_or(Value::Null)
+    fn new(item: Item<'_>) -> Self {
+        Self {
+            form: item.form,
+            raw: item.raw.into(),
+        }
+    }
+
+    fn item(&self) -> Item<'_> {
+        Item {
+            form: self.form,
+            raw: &self.raw,
+        }
+    }
+
+    /// The chat messages. What is stored was parsed before.
+    fn messages(&self) -> Vec<Value> {
+        self.item().messages().unwrap_or_default()
+    }
+
+    fn canonical(item: Item<'_>) -> Result<Vec<Canonical>, CaptureError> {
+        let messages = item.messages()?;
+        Ok(messages.iter().map(Canonical::of).collect::<Result<_, _>>()?)
     }
 
     /// Compares bytes first; a message that only changed its form is remembered in the new one.
-    fn matches(&mut self, raw: &[u8]) -> Result<bool, CaptureError> {
-        if *self.raw == *raw {
+    fn matches(&mut self, item: Item<'_>) -> Result<bool, CaptureError> {
+        if self.form == item.form && *self.raw == *item.raw {
             return Ok(true);
         }
-        let same = Canonical::of(&self.value())?.same(&Canonical::of(&parse(raw)?)?);
+        let (old, new) = (Self::canonical(self.item())?, Self::canonical(item)?);
+        let same = old.len() == new.len() && old.iter().zip(&new).all(|(a, b)| a.same(b));
         if same {
-            self.raw = raw.into();
+            *self = Self::new(item);
         }
         Ok(same)
     }
@@ -75,15 +92,13 @@ impl Stored {
 pub struct Node {
     parent: Option<NodeId>,
     children: Vec<NodeId>,
-    /// Why it is not simply the next turn.
-    pub reason: BranchReason,
     /// Branch number, in order of creation; turns of one branch share it.
     pub branch: u32,
     /// Turns above it.
     pub depth: u32,
     delta: Vec<Stored>,
     delta_tokens: Arc<[u32]>,
-    sampled: Vec<SampledToken>,
+    sampled: Arc<[SampledToken]>,
     /// The reply as the agent received it; `None` while it is generated.
     reply: Option<Reply>,
     /// What else its request asked for.
@@ -93,7 +108,7 @@ pub struct Node {
 
 #[derive(Debug)]
 struct Reply {
-    /// As it was sent.
+    /// As it was sent, as a chat message.
     message: Value,
     /// As the agent repeats it.
     echo: Stored,
@@ -104,6 +119,8 @@ struct Reply {
 struct Root {
     tools: Option<Stored>,
     node: NodeId,
+    /// The agent said that this is a sub-agent's conversation.
+    sub_agent: bool,
 }
 
 /// A request that cannot be placed.
@@ -118,6 +135,21 @@ pub enum CaptureError {
     /// Rendering failed.
     #[error(transparent)]
     Render(#[from] RenderError),
+}
+
+/// A request to place: nothing of it is parsed yet.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    /// Its messages.
+    pub items: &'a [Item<'a>],
+    /// Its tools.
+    pub tools: Option<Item<'a>>,
+    /// Stands for all else that shapes its reply: the same messages with other options are another turn.
+    pub options: u64,
+    /// The agent says that a sub-agent asks.
+    pub sub_agent: bool,
+    /// A prompt of certainly more tokens is refused.
+    pub limit: usize,
 }
 
 /// Where a request belongs.
@@ -147,41 +179,33 @@ fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
 }
 
 impl Tree {
-    /// Places a request: its messages and tools as raw JSON, not yet parsed. `options` stands for all else
-    /// that shapes its reply: the same messages with other options are another turn. A prompt of certainly
-    /// more than `limit` tokens is refused.
-    pub fn place(
-        &mut self,
-        renderer: &Renderer,
-        messages: &[&[u8]],
-        tools: Option<&[u8]>,
-        options: u64,
-        limit: usize,
-    ) -> Result<Place, CaptureError> {
+    /// Places a request.
+    pub fn place(&mut self, renderer: &Renderer, asked: &Asked<'_>) -> Result<Place, CaptureError> {
+        let items = asked.items;
         let mut parent = None;
         let mut used = 0;
-        let mut roots = Vec::new();
+        let mut open = Vec::new();
         for root in &mut self.roots {
-            let same = match (&mut root.tools, tools) {
+            let same = match (&mut root.tools, asked.tools) {
                 (None, None) => true,
-                (Some(stored), Some(raw)) if *stored.raw == *raw => true,
-                (Some(stored), Some(raw)) if stored.value() == parse(raw)? => {
-                    stored.raw = raw.into();
+                (Some(stored), Some(tools)) if stored.form == tools.form && *stored.raw == *tools.raw => true,
+                (Some(stored), Some(tools)) if stored.item().tools()? == tools.tools()? => {
+                    *stored = Stored::new(tools);
                     true
                 }
                 _ => false,
             };
             if same {
-                roots.push((root.node, 0));
+                open.push((root.node, 0));
             }
         }
-        while let Some((id, start)) = roots.pop() {
-            let Some(end) = self.match_delta(id, messages, start)? else {
+        while let Some((id, start)) = open.pop() {
+            let Some(end) = self.match_delta(id, items, start)? else {
                 continue;
             };
             let node = &mut self.nodes[id];
-            if end == messages.len() {
-                if node.options == options {
+            if end == items.len() {
+                if node.options == asked.options {
                     return Ok(Place::Known(id));
                 }
                 continue;
@@ -189,31 +213,31 @@ impl Tree {
             let Some(reply) = &mut node.reply else {
                 continue;
             };
-            if !reply.echo.matches(messages[end])? {
+            if !reply.echo.matches(items[end])? {
                 continue;
             }
             if end + 1 > used {
                 (parent, used) = (Some(id), end + 1);
             }
-            roots.extend(node.children.iter().map(|child| (*child, end + 1)));
+            open.extend(node.children.iter().map(|child| (*child, end + 1)));
         }
-        self.grow(renderer, parent, &messages[used..], tools, options, limit)
+        self.grow(renderer, parent, used, asked)
     }
 
     /// The index after the turn's delta, if the messages from `start` repeat it.
     fn match_delta(
         &mut self,
         id: NodeId,
-        messages: &[&[u8]],
+        items: &[Item<'_>],
         start: usize,
     ) -> Result<Option<usize>, CaptureError> {
         let delta = &mut self.nodes[id].delta;
         let end = start + delta.len();
-        if end > messages.len() {
+        if end > items.len() {
             return Ok(None);
         }
-        for (stored, raw) in delta.iter_mut().zip(&messages[start..end]) {
-            if !stored.matches(raw)? {
+        for (stored, item) in delta.iter_mut().zip(&items[start..end]) {
+            if !stored.matches(*item)? {
                 return Ok(None);
             }
         }
@@ -224,30 +248,27 @@ impl Tree {
         &mut self,
         renderer: &Renderer,
         parent: Option<NodeId>,
-        new: &[&[u8]],
-        tools: Option<&[u8]>,
-        options: u64,
-        limit: usize,
+        used: usize,
+        asked: &Asked<'_>,
     ) -> Result<Place, CaptureError> {
-        let values = new.iter().map(|raw| parse(raw)).collect::<Result<Vec<_>, _>>()?;
+        let new = &asked.items[used..];
+        let mut values = Vec::with_capacity(new.len());
+        for item in new {
+            values.extend(item.messages()?);
+        }
         let tokens = match parent {
             None => {
-                let tools = match tools.map(parse).transpose()? {
-                    None | Some(Value::Null) => None,
-                    Some(Value::Array(list)) => Some(list),
-                    Some(_) => return Err(CaptureError::Json("`tools` must be a list".into())),
-                };
-                renderer.full(&values, tools.as_deref(), limit)?
+                let tools = asked.tools.map(|tools| tools.tools()).transpose()?;
+                renderer.full(&values, tools.as_deref(), asked.limit)?
             }
             Some(id) => {
                 let reply = self.nodes[id].reply.as_ref();
                 let (message, ended) = reply.map_or((&Value::Null, true), |r| (&r.message, r.ended));
-                renderer.suffix(message, ended, &values, limit)?
+                renderer.suffix(message, ended, &values, asked.limit)?
             }
         };
-        let first_child = parent.is_some_and(|id| self.nodes[id].children.is_empty());
         let branch = match parent {
-            Some(id) if first_child => self.nodes[id].branch,
+            Some(id) if self.nodes[id].children.is_empty() => self.nodes[id].branch,
             _ => {
                 self.branches += 1;
                 self.branches - 1
@@ -257,26 +278,21 @@ impl Tree {
         self.nodes.push(Node {
             parent,
             children: Vec::new(),
-            reason: match (parent, first_child) {
-                (Some(_), true) => BranchReason::Extension,
-                (Some(_), false) => BranchReason::Rewritten,
-                (None, _) if self.roots.is_empty() => BranchReason::First,
-                (None, _) => BranchReason::NewConversation,
-            },
             branch,
             depth: parent.map_or(0, |id| self.nodes[id].depth + 1),
-            delta: new.iter().map(|raw| Stored { raw: (*raw).into() }).collect(),
+            delta: new.iter().map(|item| Stored::new(*item)).collect(),
             delta_tokens: tokens.into(),
-            sampled: Vec::new(),
+            sampled: Arc::new([]),
             reply: None,
-            options,
+            options: asked.options,
             removed: false,
         });
         match parent {
             Some(id) => self.nodes[id].children.push(node),
             None => self.roots.push(Root {
-                tools: tools.map(|raw| Stored { raw: raw.into() }),
+                tools: asked.tools.map(Stored::new),
                 node,
+                sub_agent: asked.sub_agent,
             }),
         }
         Ok(Place::New {
@@ -285,10 +301,24 @@ impl Tree {
         })
     }
 
+    /// Reads the messages of a request along what is known.
+    pub fn known(&self) -> KnownMessages<'_> {
+        KnownMessages::new(self)
+    }
+
     /// Tokens from the root to the start of the turn's reply.
     pub fn prompt(&self, node: NodeId) -> Arc<[u32]> {
-        let mut tokens = Vec::new();
-        for id in self.path(node) {
+        let path = self.path(node);
+        let length = |id: &NodeId| {
+            let reply = if *id == node {
+                0
+            } else {
+                self.nodes[*id].sampled.len()
+            };
+            self.nodes[*id].delta_tokens.len() + reply
+        };
+        let mut tokens = Vec::with_capacity(path.iter().map(length).sum());
+        for id in path {
             tokens.extend_from_slice(&self.nodes[id].delta_tokens);
             if id != node {
                 tokens.extend(self.nodes[id].sampled.iter().map(|t| t.id));
@@ -298,10 +328,17 @@ impl Tree {
     }
 
     /// The turn's reply is complete: tokens as sampled, and the message as it is sent to the agent.
-    pub fn commit(&mut self, renderer: &Renderer, node: NodeId, sampled: Vec<SampledToken>, message: Value) {
+    pub fn commit(
+        &mut self,
+        renderer: &Renderer,
+        node: NodeId,
+        sampled: Arc<[SampledToken]>,
+        message: Value,
+    ) {
         let node = &mut self.nodes[node];
         node.reply = Some(Reply {
             echo: Stored {
+                form: Form::Chat,
                 raw: message.to_string().into_bytes().into(),
             },
             ended: sampled.last().is_some_and(|t| t.id == renderer.end_of_turn()),
@@ -331,11 +368,6 @@ impl Tree {
         &self.nodes[node]
     }
 
-    /// The sampled tokens of a finished turn.
-    pub fn sampled(&self, node: NodeId) -> &[SampledToken] {
-        &self.nodes[node].sampled
-    }
-
     /// Turns from the root to `node`.
     fn path(&self, node: NodeId) -> Vec<NodeId> {
         let mut path = vec![node];
@@ -355,19 +387,5 @@ impl Tree {
             .filter(|id| finished(id) && !self.nodes[*id].removed)
             .filter(|id| !self.nodes[*id].children.iter().any(finished))
             .collect()
-    }
-
-    /// The messages of each leaf's path, replies as they were sent.
-    pub fn conversations(&self) -> Vec<Value> {
-        let leaves = self.leaves().into_iter();
-        let messages = leaves.map(|leaf| {
-            let mut messages = Vec::new();
-            for id in self.path(leaf) {
-                messages.extend(self.nodes[id].delta.iter().map(Stored::value));
-                messages.extend(self.nodes[id].reply.iter().map(|r| r.message.clone()));
-            }
-            Value::Array(messages)
-        });
-        messages.collect()
     }
 }

@@ -7,6 +7,8 @@
 //! messages alone. The suffix starts right after a control token (or with it, when the reply did not
 //! end in it), so encoding it apart gives the same ids as encoding the whole.
 //!
+//! Some templates refuse a system message after the first one; for these it is rendered as a user's.
+//!
 //! This is sound if a template renders new messages the same way whatever stands before the last
 //! assistant turn. [`Renderer::new`] finds the end-of-turn token and checks that property on probe
 //! conversations; a template that fails is refused with the reason.
@@ -14,6 +16,7 @@
 use crate::model::{
     chat_template::{ChatTemplate, TemplateError},
     tokenizer::{Tokenizer, TokenizerError},
+    tool_calls::Thinking,
 };
 use serde_json::{json, Map, Value};
 
@@ -54,7 +57,14 @@ pub struct Renderer {
     variables: Map<String, Value>,
     end_of_turn: u32,
     end_text: String,
+    /// A system message in mid-history is rendered as one.
+    system_anywhere: bool,
+    /// Ids of `<think>` and `</think>`, if the template knows them.
+    think: Option<[u32; 2]>,
 }
+
+/// The end of a prompt in which `<think>` may stand.
+const PROMPT_TAIL_TOKENS: usize = 8;
 
 impl Renderer {
     /// Checks a template with its tokenizer. `variables` are given to every rendering
@@ -70,7 +80,15 @@ impl Renderer {
             variables,
             end_of_turn: 0,
             end_text: String::new(),
+            system_anywhere: true,
+            think: None,
         };
+        if this.template.source().contains("<think>") {
+            let id = |token| this.tokenizer.token_to_id(token);
+            this.think = id("<think>")
+                .zip(id("</think>"))
+                .map(|(open, close)| [open, close]);
+        }
         let ended = this.text(&stand_in(&json!({})), None, false)?;
         let tail = ended
             .split_once(MARKER)
@@ -89,7 +107,27 @@ impl Renderer {
         this.end_of_turn = end;
         this.end_text = this.tokenizer.decode_with_special(&[end]);
         this.probe()?;
+        let mut mid_history = stand_in(&json!({}));
+        mid_history.push(json!({"role": "system", "content": "-"}));
+        this.system_anywhere = this.text(&mid_history, None, true).is_ok();
         Ok(this)
+    }
+
+    /// Where a reply to this prompt may hold reasoning.
+    pub fn thinking(&self, prompt: &[u32]) -> Thinking {
+        let Some(think) = self.think else {
+            return Thinking::None;
+        };
+        let tail = &prompt[prompt.len().saturating_sub(PROMPT_TAIL_TOKENS)..];
+        match tail.iter().rev().find(|id| think.contains(id)) {
+            Some(id) if *id == think[0] => Thinking::Open,
+            _ => Thinking::Possible,
+        }
+    }
+
+    /// The template.
+    pub fn template(&self) -> &ChatTemplate {
+        &self.template
     }
 
     /// Suffixes must be what the template writes at the end of longer conversations.
@@ -214,7 +252,12 @@ impl Renderer {
         tools: Option<&[Value]>,
         generation_prompt: bool,
     ) -> Result<String, RenderError> {
-        let messages: Vec<Value> = messages.iter().map(|m| self.tokenizer.shield_json(m)).collect();
+        let mut messages: Vec<Value> = messages.iter().map(|m| self.tokenizer.shield_json(m)).collect();
+        if !self.system_anywhere {
+            for message in messages.iter_mut().skip(1).filter(|m| m["role"] == "system") {
+                message["role"] = json!("user");
+            }
+        }
         let tools: Option<Vec<Value>> =
             tools.map(|list| list.iter().map(|t| self.tokenizer.shield_json(t)).collect());
         Ok(self

@@ -1,10 +1,11 @@
 use super::*;
 use crate::{
-    base::{PolicyVersion, TokenSequence},
+    base::{BranchKind, CapturedBranch, PolicyVersion, TokenSequence},
     model::{
         chat_template::ChatTemplate,
         tokenizer::{testing, Tokenizer},
     },
+    serve::proxy::ProxyConfig,
 };
 use proptest::prelude::*;
 use serde_json::{json, Map};
@@ -36,17 +37,20 @@ impl Session {
 
     fn place(&mut self, messages: &[Value]) -> Place {
         let raw: Vec<String> = messages.iter().map(Value::to_string).collect();
-        let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
+        let item = |raw| Item {
+            form: Form::Chat,
+            raw,
+        };
+        let items: Vec<Item<'_>> = raw.iter().map(|raw| item(raw.as_bytes())).collect();
         let tools = self.tools.as_ref().map(Value::to_string);
-        self.tree
-            .place(
-                &self.renderer,
-                &raw,
-                tools.as_deref().map(str::as_bytes),
-                self.options,
-                1 << 20,
-            )
-            .unwrap()
+        let asked = Asked {
+            items: &items,
+            tools: tools.as_deref().map(|raw| item(raw.as_bytes())),
+            options: self.options,
+            sub_agent: false,
+            limit: 1 << 20,
+        };
+        self.tree.place(&self.renderer, &asked).unwrap()
     }
 
     /// Places a new turn and commits a reply of these token texts; returns the prompt.
@@ -65,8 +69,12 @@ impl Session {
         prompt.to_vec()
     }
 
+    fn branches(&self) -> Vec<CapturedBranch> {
+        branches(&self.tree, &ProxyConfig::TRAIN_BRANCHES)
+    }
+
     fn sequences(&self) -> Vec<TokenSequence> {
-        let sequences = sequences(&self.tree);
+        let sequences = trainable(&self.branches());
         for s in &sequences {
             s.check().unwrap();
         }
@@ -124,7 +132,8 @@ fn a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled() {
     assert_eq!(q.prompt_len as usize, first.len());
     assert_eq!(q.logprobs[first.len() + 3], -3.5);
     assert_eq!(*q.versions.last().unwrap(), 1);
-    assert_eq!(s.tree.conversations()[0].as_array().unwrap().len(), 5);
+    let branch = &s.branches()[0];
+    assert_eq!((branch.messages.len(), branch.kind), (5, BranchKind::Main));
 }
 
 #[test]
@@ -189,23 +198,118 @@ fn rewritten_history_branches_and_shared_tokens_count_once() {
             "five<|im_end|>"
         ]
     );
-    let reasons: Vec<_> = s
-        .tree
-        .nodes
-        .iter()
-        .map(|n| (n.reason, n.branch, n.depth))
-        .collect();
-    use BranchReason::*;
+    let places: Vec<_> = s.tree.nodes.iter().map(|n| (n.branch, n.depth)).collect();
+    assert_eq!(places, [(0, 0), (0, 1), (0, 2), (1, 1), (2, 0)]);
+    let kinds: Vec<_> = s.branches().iter().map(|b| (b.kind, b.parent, b.turns)).collect();
+    use BranchKind::*;
     assert_eq!(
-        reasons,
+        kinds,
+        [(Main, None, 3), (Rewritten, Some(0), 2), (Compaction, None, 1)]
+    );
+}
+
+fn kinds(s: &Session) -> Vec<(BranchKind, bool, Option<usize>)> {
+    let branches = s.branches();
+    let sum: f32 = branches.iter().map(|b| b.tokens.weight).sum();
+    assert!((sum - 1.0).abs() < 1e-6, "the weights sum to one");
+    branches.iter().map(|b| (b.kind, b.trainable, b.parent)).collect()
+}
+
+#[test]
+fn kinds_of_conversations_beside_the_main_one() {
+    use BranchKind::*;
+    let system = |text: &str| json!({"role": "system", "content": text});
+    let mut s = Session::new(None);
+    // A title request comes first, and has no tools.
+    s.turn(&[user("a title, please")], &assistant("T"), "T<|im_end|>");
+    s.tools = tools();
+    let main = [system("you are an agent"), user("go")];
+    s.turn(&main, &assistant("one"), "one<|im_end|>");
+    // A sub-agent has other rules, or says what it is.
+    s.turn(
+        &[system("you search"), user("find")],
+        &assistant("found"),
+        "found<|im_end|>",
+    );
+    let raw = [
+        system("you are an agent").to_string(),
+        user("by header").to_string(),
+    ];
+    let items: Vec<Item<'_>> = raw
+        .iter()
+        .map(|raw| Item {
+            form: Form::Chat,
+            raw: raw.as_bytes(),
+        })
+        .collect();
+    let tool_text = tools().unwrap().to_string();
+    let asked = Asked {
+        items: &items,
+        tools: Some(Item {
+            form: Form::Chat,
+            raw: tool_text.as_bytes(),
+        }),
+        options: 0,
+        sub_agent: true,
+        limit: 1 << 20,
+    };
+    let Place::New { node, .. } = s.tree.place(&s.renderer, &asked).unwrap() else {
+        panic!()
+    };
+    let token = SampledToken {
+        id: 1,
+        logprob: -1.0,
+        version: PolicyVersion(0),
+    };
+    s.tree
+        .commit(&s.renderer, node, Arc::new([token]), assistant("x"));
+    // After a compaction the same agent begins anew.
+    s.turn(
+        &[system("you are an agent"), user("so far: one")],
+        &assistant("two"),
+        "two<|im_end|>",
+    );
+    // Asked again with other options.
+    s.options = 1;
+    s.turn(&main, &assistant("one!"), "one!<|im_end|>");
+    assert_eq!(
+        kinds(&s),
         [
-            (First, 0, 0),
-            (Extension, 0, 1),
-            (Extension, 0, 2),
-            (Rewritten, 1, 1),
-            (NewConversation, 2, 0)
+            (Side, false, None),
+            (Main, true, None),
+            (SubAgent, true, None),
+            (SubAgent, true, None),
+            (Compaction, true, None),
+            (Retry, true, None)
         ]
     );
+    let side = &s.branches()[0];
+    assert_eq!((side.tokens.weight, side.tokens.sampled()), (0.0, 2));
+    assert_eq!(
+        side.messages[1],
+        json!({"role": "assistant", "content": "T", "sampled": true})
+    );
+    // Nothing is trained that is not asked for.
+    assert!(trainable(&branches(&s.tree, &[])).is_empty());
+    let only = trainable(&branches(&s.tree, &[Side]));
+    assert_eq!((only.len(), only[0].weight), (1, 1.0));
+}
+
+#[test]
+fn a_shared_prefix_is_counted_in_a_branch_that_is_trained() {
+    let mut s = Session::new(None);
+    s.turn(&[user("q")], &assistant("a"), "a<|im_end|>");
+    let q = |text: &str| [user("q"), assistant("a"), user(text)];
+    s.turn(&q("r"), &assistant("b"), "b<|im_end|>");
+    s.turn(&q("s"), &assistant("c"), "c<|im_end|>");
+    let all = branches(&s.tree, &[BranchKind::Rewritten]);
+    assert_eq!(
+        all.iter().map(|b| (b.kind, b.trainable)).collect::<Vec<_>>(),
+        [(BranchKind::Main, false), (BranchKind::Rewritten, true)]
+    );
+    let sampled: Vec<usize> = all.iter().map(|b| b.tokens.sampled()).collect();
+    assert_eq!(sampled, [2, 4], "the first turn counts in the second branch");
+    assert_eq!(all[1].tokens.weight, 1.0);
 }
 
 #[test]
@@ -222,8 +326,7 @@ fn identical_requests_are_known_and_removed_turns_leave_no_trace() {
     let Place::New { node, .. } = s.place(&[user("q")]) else {
         panic!()
     };
-    assert_eq!(s.tree.node(node).reason, BranchReason::First);
-    s.tree.commit(&s.renderer, node, Vec::new(), assistant("a"));
+    s.tree.commit(&s.renderer, node, Arc::new([]), assistant("a"));
     assert!(matches!(s.place(&[user("q")]), Place::Known(n) if n == node));
     // A retry of a removed turn is the same branch again, so that it draws with the same seed.
     let Place::New { node: second, .. } = s.place(&[user("q"), assistant("a"), user("r")]) else {
@@ -268,7 +371,8 @@ fn other_tools_are_another_conversation() {
         "b<|im_end|>",
     );
     assert!(!s.text(&prompt).contains("Tools:"));
-    assert_eq!(s.sequences().len(), 2);
+    assert_eq!(s.branches().len(), 2);
+    assert_eq!(s.sequences().len(), 1, "without tools it is a side request");
     // Only the spacing of the tools differs: the same conversation.
     s.tools = Some(serde_json::from_str(&tools().unwrap().to_string().replace(',', " , ")).unwrap());
     assert!(matches!(s.place(&[user("q")]), Place::Known(0)));
@@ -403,7 +507,7 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(crate::serve::proxy::fuzz_cases(64)))]
     #[test]
     fn every_sampled_token_counts_once_where_the_engine_saw_it(moves in moves()) {
         static RENDERER: OnceLock<Renderer> = OnceLock::new();
@@ -422,8 +526,17 @@ proptest! {
             }
             history.push(user(&format!("m{}", m.message)));
             let raw: Vec<String> = history.iter().map(Value::to_string).collect();
-            let raw: Vec<&[u8]> = raw.iter().map(String::as_bytes).collect();
-            let Place::New { node, prompt } = tree.place(renderer, &raw, None, 0, 1 << 20).unwrap() else {
+            let items: Vec<Item<'_>> = raw.iter().map(|raw| Item { form: Form::Chat, raw: raw.as_bytes() }).collect();
+            // What is known is found by its bytes, and nothing else is.
+            let joined = raw.join(" , ");
+            let (mut at, mut known) = (0, tree.known());
+            for text in &raw {
+                let length = known.length(&joined.as_bytes()[at..]);
+                prop_assert!(length.is_none_or(|n| n == text.len()), "{text}: {length:?}");
+                at += text.len() + 3;
+            }
+            let asked = Asked { items: &items, tools: None, options: 0, sub_agent: false, limit: 1 << 20 };
+            let Place::New { node, prompt } = tree.place(renderer, &asked).unwrap() else {
                 continue;
             };
             if m.fails {
@@ -436,10 +549,10 @@ proptest! {
             let sampled: Vec<_> = ids.iter().map(|id| SampledToken { id: *id, logprob: -1.0 - *id as f32, version: PolicyVersion(step as u32) }).collect();
             sampled_tokens += sampled.len();
             history.push(assistant(&text));
-            tree.commit(renderer, node, sampled, assistant(&text));
+            tree.commit(renderer, node, sampled.into(), assistant(&text));
             turns.push((history, [&prompt[..], &ids].concat()));
         }
-        let sequences = sequences(&tree);
+        let sequences = trainable(&branches(&tree, &BranchKind::ALL));
         let counted: usize = sequences.iter().map(TokenSequence::sampled).sum();
         prop_assert_eq!(counted, sampled_tokens);
         for s in &sequences {

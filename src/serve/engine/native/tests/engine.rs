@@ -82,7 +82,7 @@ async fn a_cache_that_is_too_small_for_the_batch_changes_nothing() {
 
 #[tokio::test]
 async fn greedy_tokens_are_those_of_transformers() {
-    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/model/net/fixtures");
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/models");
     for name in ["qwen3", "qwen3_untied_bias"] {
         let reference = std::fs::read(fixtures.join(format!("{name}.reference.safetensors"))).unwrap();
         let reference = safetensors::SafeTensors::deserialize(&reference).unwrap();

@@ -1,0 +1,416 @@
+//! `legorl-rank model`: look at a model folder, run it on given tokens, write it back.
+
+use super::{exec, Parts, Tensors};
+use crate::model::hf::{export_folder, Checkpoint, ModelConfig, ModelError, TensorSpec};
+#[cfg(feature = "torch")]
+use anyhow::Context;
+use clap::{Args, Subcommand, ValueEnum};
+use std::{fmt::Write as _, path::Path, path::PathBuf, process::ExitCode};
+
+/// What to do with a model folder.
+#[derive(Subcommand, Clone, Debug)]
+pub enum ModelCommand {
+    /// Family, parameters and memory by part; reads the headers alone
+    Info {
+        /// Folder in Hugging Face layout
+        folder: PathBuf,
+    },
+    /// Read all weights and write them back in the layout that they came in
+    Export {
+        /// Folder in Hugging Face layout
+        folder: PathBuf,
+        /// Folder to write; must hold no weights
+        output: PathBuf,
+    },
+    /// Logits, hidden states and routing of given tokens, for comparison with another implementation
+    Run(ModelRunArgs),
+}
+
+/// Where to compute.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceArg {
+    /// Host.
+    Cpu,
+    /// First CUDA device.
+    Cuda,
+}
+
+/// Element type of the residual stream.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DtypeArg {
+    /// 32-bit float.
+    F32,
+    /// bfloat16; norms, softmaxes and the delta rule stay f32.
+    Bf16,
+}
+
+/// Arguments of `model run`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "\
+The output holds, for input_ids [B,T] of L layers (S of them sparse):
+  logits [B,T,V], logprobs [B,T-1] of the tokens that follow,
+  hidden [(L+1)*B,T,H]: embeddings, outputs of all layers but the last, final norm,
+  topk [S,B*T,k] and topk_w: experts and their weights (sparse families),
+  greedy [B,8+N]: the first 8 tokens of each row and what follows them.")]
+pub struct ModelRunArgs {
+    /// Folder in Hugging Face layout
+    pub folder: PathBuf,
+    /// Tokens: tensor `input_ids`, [T] or [B,T], integers
+    #[arg(long, value_name = "FILE.safetensors")]
+    pub ids: PathBuf,
+    /// File to write
+    #[arg(long, value_name = "FILE.safetensors")]
+    pub output: PathBuf,
+    /// Also decode N tokens greedily behind the first 8 of each row
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub greedy: usize,
+    /// Where to compute
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub device: DeviceArg,
+    /// Element type of the residual stream
+    #[arg(long, value_enum, default_value = "f32")]
+    pub dtype: DtypeArg,
+    /// CPU threads; 0 takes the cores that the process may use
+    #[arg(long, default_value_t = 0)]
+    pub threads: u32,
+}
+
+/// Runs the command.
+pub fn run(parts: &Parts, command: &ModelCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        ModelCommand::Info { folder } => super::print(&info(folder)?),
+        ModelCommand::Export { folder, output } => export(folder, output)?,
+        ModelCommand::Run(args) => match parts.tensors {
+            Tensors::Here { model_run, .. } => model_run(args)?,
+            Tensors::In(name) => return Err(exec::replace(name, std::time::SystemTime::now())),
+        },
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn export(folder: &Path, output: &Path) -> anyhow::Result<()> {
+    let source = Checkpoint::open(folder)?;
+    let report = export_folder(folder, output, |spec| -> Result<_, ModelError> {
+        Ok(source.read(spec)?.to_weight())
+    })?;
+    super::print(&format!(
+        "{}: {} tensors of the network written, {} others passed through, {:.1} MB\n",
+        output.display(),
+        report.written,
+        report.passed_through,
+        report.bytes as f64 / 1e6
+    ));
+    Ok(())
+}
+
+/// Parts of a network in the order in which they are listed.
+const PARTS: [&str; 7] = [
+    "embedding",
+    "attention",
+    "delta net",
+    "MLP",
+    "router and experts",
+    "norms",
+    "head",
+];
+
+fn part_of(spec: &TensorSpec) -> usize {
+    let name = spec.name.as_str();
+    let found = [
+        (0, name.contains("embed_tokens")),
+        (6, name == "lm_head.weight"),
+        (1, name.contains(".self_attn.")),
+        (2, name.contains(".linear_attn.")),
+        (
+            4,
+            spec.shape.len() == 3 || name.contains(".mlp.gate.") || name.contains("shared_expert"),
+        ),
+        (3, name.contains(".mlp.")),
+    ];
+    found.iter().find(|(_, is)| *is).map_or(5, |(part, _)| *part)
+}
+
+/// The text of `model info`.
+fn info(folder: &Path) -> anyhow::Result<String> {
+    let config = ModelConfig::from_dir(folder)?;
+    let checkpoint = Checkpoint::open(folder)?;
+    checkpoint.check(&config)?;
+    let table = config.tensor_table();
+    let mut parameters = [0usize; PARTS.len()];
+    for spec in &table {
+        parameters[part_of(spec)] += spec.numel();
+    }
+    let total: usize = parameters.iter().sum();
+    let mut text = String::new();
+    let attending = config
+        .layers
+        .iter()
+        .filter(|l| l.mixer == crate::model::hf::MixerKind::FullAttention)
+        .count();
+    let _ = writeln!(
+        text,
+        "{}: {}{}, {} layers ({attending} attend, {} sparse), vocabulary {}",
+        folder.display(),
+        config.model_type.name(),
+        if config.nested {
+            " inside a vision model"
+        } else {
+            ""
+        },
+        config.num_hidden_layers,
+        config.num_sparse_layers(),
+        config.vocab_size
+    );
+    let _ = writeln!(
+        text,
+        "{:<20} {:>15} {:>10} {:>10}",
+        "part", "parameters", "bf16 MB", "f32 MB"
+    );
+    let megabytes = |count: usize, bytes: usize| (count * bytes) as f64 / 1e6;
+    let mut line = |name: &str, count: usize| {
+        let (narrow, wide) = (megabytes(count, 2), megabytes(count, 4));
+        let _ = writeln!(text, "{name:<20} {count:>15} {narrow:>10.1} {wide:>10.1}");
+    };
+    for (name, count) in PARTS.iter().zip(parameters) {
+        if count > 0 {
+            line(name, count);
+        }
+    }
+    line("all", total);
+    if let Some(experts) = config.experts {
+        let stacked = table
+            .iter()
+            .filter(|s| s.shape.len() == 3 && s.name.contains(".experts."));
+        let all: usize = stacked.map(TensorSpec::numel).sum();
+        line(
+            "used by a token",
+            total - all + all / experts.num_experts * experts.top_k,
+        );
+    }
+    let kv = attending * 2 * config.num_key_value_heads * config.head_dim;
+    let _ = writeln!(
+        text,
+        "keys and values: {:.1} kB a token in f32",
+        kv as f64 * 4.0 / 1e3
+    );
+    if let Some(linear) = config.linear_attention {
+        let state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+            + (linear.conv_kernel - 1) * linear.conv_dim();
+        let layers = config.num_hidden_layers - attending;
+        let bytes = (layers * state) as f64 * 4.0;
+        let _ = writeln!(
+            text,
+            "state of the delta net: {:.2} MB a sequence in f32",
+            bytes / 1e6
+        );
+    }
+    let others = checkpoint.others(&config);
+    if !others.is_empty() {
+        let bytes: usize = others.iter().map(|(_, bytes)| bytes).sum();
+        let _ = writeln!(
+            text,
+            "{} tensors ({:.1} MB) do not belong to the network and are passed through on export, first `{}`",
+            others.len(),
+            bytes as f64 / 1e6,
+            others[0].0
+        );
+    }
+    Ok(text)
+}
+
+/// `model run` in a program that has tensors.
+#[cfg(feature = "torch")]
+pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
+    use crate::model::net::{self, ComputeType, Policy};
+    let rows = read_ids(&args.ids)?;
+    let device = net::device(args.device == DeviceArg::Cuda)
+        .map_err(|problem| anyhow::anyhow!("--device cuda: {problem}"))?;
+    net::set_threads(args.threads);
+    let compute = match args.dtype {
+        DtypeArg::F32 => ComputeType::F32,
+        DtypeArg::Bf16 => ComputeType::Bf16,
+    };
+    let policy = Policy::load(&args.folder, device)?.with_compute_type(compute);
+    let vocab_size = policy.config.vocab_size as i64;
+    if let Some(id) = rows.iter().flatten().find(|id| !(0..vocab_size).contains(*id)) {
+        anyhow::bail!(
+            "{}: token {id} is outside the vocabulary of {vocab_size}",
+            args.ids.display()
+        );
+    }
+    let mut tensors = net::trace(&policy, &rows);
+    if args.greedy > 0 {
+        tensors.push(greedy(&policy, &rows, args)?);
+    }
+    write_tensors(&args.output, &tensors)?;
+    for tensor in &tensors {
+        super::print(&format!("{} {:?}\n", tensor.name, tensor.shape));
+    }
+    Ok(())
+}
+
+/// Tokens of a prompt for greedy decoding.
+#[cfg(feature = "torch")]
+const GREEDY_PROMPT: usize = 8;
+
+#[cfg(feature = "torch")]
+fn greedy(
+    policy: &crate::model::net::Policy,
+    rows: &[Vec<i64>],
+    args: &ModelRunArgs,
+) -> anyhow::Result<crate::model::net::PlainTensor> {
+    use crate::model::net::{greedy_without_cache, PlainTensor, PlainValues};
+    let prompt = GREEDY_PROMPT.min(rows[0].len());
+    let mut ids = Vec::new();
+    for row in rows {
+        ids.extend_from_slice(&row[..prompt]);
+        ids.extend(greedy_without_cache(policy, &row[..prompt], args.greedy));
+    }
+    Ok(PlainTensor {
+        name: "greedy".into(),
+        shape: vec![rows.len(), prompt + args.greedy],
+        values: PlainValues::Integers(ids),
+    })
+}
+
+/// `input_ids` as rows of equal length.
+#[cfg(feature = "torch")]
+fn read_ids(path: &Path) -> anyhow::Result<Vec<Vec<i64>>> {
+    use safetensors::{Dtype, SafeTensors};
+    let context = || format!("{}", path.display());
+    let bytes = std::fs::read(path).with_context(context)?;
+    let file = SafeTensors::deserialize(&bytes).with_context(context)?;
+    let found = file.tensor("input_ids");
+    let view = found.map_err(|_| {
+        let names = file.names().join(", ");
+        anyhow::anyhow!("{}: no tensor `input_ids` (it has: {names})", path.display())
+    })?;
+    let ids: Vec<i64> = match view.dtype() {
+        Dtype::I64 => view
+            .data()
+            .chunks_exact(8)
+            .map(|b| i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
+            .collect(),
+        Dtype::I32 => view
+            .data()
+            .chunks_exact(4)
+            .map(|b| i64::from(i32::from_le_bytes([b[0], b[1], b[2], b[3]])))
+            .collect(),
+        other => anyhow::bail!(
+            "{}: `input_ids` is {other:?}; I64 or I32 is wanted",
+            path.display()
+        ),
+    };
+    let length = match view.shape() {
+        [length] | [_, length] if *length > 0 && !ids.is_empty() => *length,
+        shape => anyhow::bail!(
+            "{}: `input_ids` has shape {shape:?}; [T] or [B,T] is wanted",
+            path.display()
+        ),
+    };
+    Ok(ids.chunks_exact(length).map(<[i64]>::to_vec).collect())
+}
+
+#[cfg(feature = "torch")]
+fn write_tensors(path: &Path, tensors: &[crate::model::net::PlainTensor]) -> anyhow::Result<()> {
+    use crate::model::net::PlainValues;
+    use safetensors::{tensor::TensorView, Dtype};
+    let bytes: Vec<(Dtype, Vec<u8>)> = tensors
+        .iter()
+        .map(|t| match &t.values {
+            PlainValues::Integers(values) => {
+                (Dtype::I64, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+            }
+            PlainValues::Floats(values) => {
+                (Dtype::F32, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+            }
+        })
+        .collect();
+    let mut views = Vec::with_capacity(tensors.len());
+    for (tensor, (dtype, data)) in tensors.iter().zip(&bytes) {
+        let view = TensorView::new(*dtype, tensor.shape.clone(), data)
+            .with_context(|| format!("tensor `{}`", tensor.name))?;
+        views.push((tensor.name.as_str(), view));
+    }
+    safetensors::serialize_to_file(views, None, path).with_context(|| format!("{}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fixture(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/fixtures/models")
+            .join(name)
+    }
+
+    #[test]
+    fn info_names_family_parts_and_what_is_passed_through() {
+        let text = info(&fixture("qwen3_5_moe")).unwrap();
+        for part in [
+            "qwen3_5_moe inside a vision model, 4 layers (1 attend, 4 sparse)",
+            "router and experts",
+            "used by a token",
+            "state of the delta net",
+            "passed through on export, first `model.visual.",
+        ] {
+            assert!(text.contains(part), "no `{part}` in\n{text}");
+        }
+        let text = info(&fixture("llama")).unwrap();
+        assert!(text.contains("llama, 4 layers (4 attend, 0 sparse)"), "{text}");
+        assert!(
+            !text.contains("passed through") && !text.contains("delta"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_folder_that_is_none_is_named() {
+        let error = info(Path::new("/nonexistent/model")).unwrap_err().to_string();
+        assert!(error.contains("/nonexistent/model/config.json"), "{error}");
+    }
+
+    #[cfg(feature = "torch")]
+    #[test]
+    fn run_writes_what_the_reference_file_holds() {
+        use safetensors::SafeTensors;
+        let dir = tempfile::tempdir().unwrap();
+        let args = ModelRunArgs {
+            folder: fixture("qwen3_next"),
+            ids: fixture("qwen3_next.reference.safetensors"),
+            output: dir.path().join("out.safetensors"),
+            greedy: 64,
+            device: DeviceArg::Cpu,
+            dtype: DtypeArg::F32,
+            threads: 1,
+        };
+        run_network(&args).unwrap();
+        let (got, want) = (
+            std::fs::read(&args.output).unwrap(),
+            std::fs::read(&args.ids).unwrap(),
+        );
+        let (got, want) = (
+            SafeTensors::deserialize(&got).unwrap(),
+            SafeTensors::deserialize(&want).unwrap(),
+        );
+        for (name, view) in want.tensors() {
+            let ours = got.tensor(&name).unwrap();
+            assert_eq!(
+                (ours.shape(), ours.dtype()),
+                (view.shape(), view.dtype()),
+                "{name}"
+            );
+            if name == "greedy" {
+                assert_eq!(ours.data(), view.data());
+            }
+        }
+        assert_eq!(got.len(), want.len());
+        let wrong = ModelRunArgs {
+            ids: fixture("qwen3_next/model.safetensors"),
+            ..args
+        };
+        let error = run_network(&wrong).unwrap_err().to_string();
+        assert!(error.contains("no tensor `input_ids`"), "{error}");
+    }
+}

@@ -1,0 +1,164 @@
+//! The gated delta net: what mixes tokens in most layers of the hybrid families.
+//!
+//! ```text
+//! m = [q|k|v](h), z, b, a                       projections
+//! m_t = silu( Σ_j w_j ∘ m_{t-(K-1)+j} )         causal depthwise convolution, zeros before the segment
+//! β = σ(b);   g = −e^{A_log}·softplus(a + dt_bias)      f32
+//! o = gated delta rule(q, k, v, g, β)                   f32, heads of q and k have length 1
+//! y = ( norm(o)·w·silu(z) )·Woutᵀ
+//! ```
+
+use super::{
+    delta_rule::gated_delta_rule,
+    norm::gated_norm,
+    parameters::{Parameters, Projection},
+    precision::wide,
+    PackedLayout,
+};
+use crate::model::hf::{LinearAttentionConfig, ModelConfig};
+use tch::Tensor;
+
+/// Delta net of one layer.
+pub(super) struct DeltaNet {
+    sizes: LinearAttentionConfig,
+    input: Input,
+    /// `[channels,1,K]`.
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    eps: f64,
+    out: Projection,
+}
+
+/// How the checkpoint keeps the input projections.
+enum Input {
+    /// Qwen3.5: one matrix each, all query heads, then all key heads, then all value heads in `qkv`.
+    Separate {
+        qkv: Projection,
+        z: Projection,
+        b: Projection,
+        a: Projection,
+    },
+    /// Qwen3-Next: for every key head its query, its key, the values of its value heads, their gates; and
+    /// for every key head the b, then the a of its value heads.
+    ByKeyHead { qkvz: Projection, ba: Projection },
+}
+
+/// What the projections give for `[T,H]`.
+struct Projected {
+    /// `[T,channels]`: queries, keys, values.
+    mixed: Tensor,
+    /// `[T,Hv,dv]`.
+    z: Tensor,
+    /// `[T,Hv]`.
+    b: Tensor,
+    /// `[T,Hv]`.
+    a: Tensor,
+}
+
+impl DeltaNet {
+    /// With separate projections.
+    pub(super) fn separate(config: &ModelConfig, p: &Parameters) -> Self {
+        let projection = |name: &str| p.projection(&format!("linear_attn.in_proj_{name}"));
+        let input = Input::Separate {
+            qkv: projection("qkv"),
+            z: projection("z"),
+            b: projection("b"),
+            a: projection("a"),
+        };
+        Self::new(config, p, input)
+    }
+
+    /// With projections ordered by key head.
+    pub(super) fn by_key_head(config: &ModelConfig, p: &Parameters) -> Self {
+        let input = Input::ByKeyHead {
+            qkvz: p.projection("linear_attn.in_proj_qkvz"),
+            ba: p.projection("linear_attn.in_proj_ba"),
+        };
+        Self::new(config, p, input)
+    }
+
+    fn new(config: &ModelConfig, p: &Parameters, input: Input) -> Self {
+        let Some(sizes) = config.linear_attention else {
+            unreachable!("a layer of linear attention comes from a config with its sizes")
+        };
+        Self {
+            sizes,
+            input,
+            conv: p.tensor("linear_attn.conv1d.weight"),
+            a_log: p.tensor("linear_attn.A_log"),
+            dt_bias: p.tensor("linear_attn.dt_bias"),
+            norm: p.tensor("linear_attn.norm.weight"),
+            eps: config.rms_norm_eps,
+            out: p.projection("linear_attn.out_proj"),
+        }
+    }
+
+    pub(super) fn forward(&self, x: &Tensor, layout: &PackedLayout) -> Tensor {
+        let tokens = x.size()[0];
+        if tokens == 0 {
+            return x.shallow_clone();
+        }
+        let s = &self.sizes;
+        let projected = self.project(x);
+        let mixed = convolve(&projected.mixed, &self.conv, layout).silu();
+        let (key_dim, value_dim) = (s.key_dim() as i64, s.value_dim() as i64);
+        let parts = mixed.split_with_sizes([key_dim, key_dim, value_dim], -1);
+        let heads = |t: &Tensor, width: usize| t.reshape([tokens, -1, width as i64]);
+        let beta = projected.b.sigmoid();
+        let g = -wide(&self.a_log).exp() * (wide(&projected.a) + wide(&self.dt_bias)).softplus();
+        let o = gated_delta_rule(
+            &heads(&parts[0], s.key_head_dim),
+            &heads(&parts[1], s.key_head_dim),
+            &heads(&parts[2], s.value_head_dim),
+            &g,
+            &beta,
+            layout.chunk_grid(),
+        );
+        let y = gated_norm(&o.to_kind(x.kind()), &projected.z, &self.norm, self.eps);
+        self.out.apply(&y.reshape([tokens, value_dim]))
+    }
+
+    fn project(&self, x: &Tensor) -> Projected {
+        let s = &self.sizes;
+        let tokens = x.size()[0];
+        let (dk, dv) = (s.key_head_dim as i64, s.value_head_dim as i64);
+        let (key_heads, value_heads) = (s.num_key_heads as i64, s.num_value_heads as i64);
+        let groups = value_heads / key_heads;
+        match &self.input {
+            Input::Separate { qkv, z, b, a } => Projected {
+                mixed: qkv.apply(x),
+                z: z.apply(x).view([tokens, value_heads, dv]),
+                b: b.apply(x),
+                a: a.apply(x),
+            },
+            Input::ByKeyHead { qkvz, ba } => {
+                let qkvz = qkvz.apply(x).view([tokens, key_heads, -1]);
+                let parts = qkvz.split_with_sizes([dk, dk, groups * dv, groups * dv], -1);
+                let flat = |t: &Tensor| t.reshape([tokens, -1]);
+                let ba = ba.apply(x).view([tokens, key_heads, 2, groups]).unbind(2);
+                Projected {
+                    mixed: Tensor::cat(&[flat(&parts[0]), flat(&parts[1]), flat(&parts[2])], -1),
+                    z: parts[3].reshape([tokens, value_heads, dv]),
+                    b: flat(&ba[0]),
+                    a: flat(&ba[1]),
+                }
+            }
+        }
+    }
+}
+
+/// `y_t = Σ_j w[·,0,j] ∘ x_{t-(K-1)+j}` over the tokens of the same segment.
+fn convolve(x: &Tensor, weight: &Tensor, layout: &PackedLayout) -> Tensor {
+    let (tokens, taps) = (x.size()[0], weight.size()[2]);
+    let weight = weight.to_kind(x.kind());
+    let positions = layout.positions().unsqueeze(-1);
+    let mut y = x * weight.select(2, taps - 1).view([1, -1]);
+    for back in 1..taps.min(tokens) {
+        let shifted = x.narrow(0, 0, tokens - back).constant_pad_nd([0, 0, back, 0]);
+        let inside = positions.ge(back).to_kind(x.kind());
+        y = &y + shifted * inside * weight.select(2, taps - 1 - back).view([1, -1]);
+    }
+    y
+}

@@ -1,0 +1,206 @@
+//! A session's tree as branches: what each was for, and which are trained.
+//!
+//! One branch per leaf: its path from the root, prompt and sampled tokens in order. The kind is that of
+//! the place where the branch began:
+//!
+//! * a conversation of its own: [`BranchKind::Main`] is the first one with tools (the first one at all if
+//!   none has tools). Another one is [`BranchKind::Side`] without tools beside conversations with tools,
+//!   [`BranchKind::SubAgent`] if the agent said so, [`BranchKind::Compaction`] if it begins like the main
+//!   one (same tools and system prompt; without tools, the same first message), and otherwise
+//!   [`BranchKind::SubAgent`], or [`BranchKind::Side`] where no conversation has tools;
+//! * a fork of another branch: [`BranchKind::Retry`] if the same messages were asked with other options,
+//!   else [`BranchKind::Rewritten`]. Forks of a side conversation are side conversations.
+//!
+//! Kinds are decided when the session is over, since a title request may come before the main
+//! conversation.
+//!
+//! A sampled token is counted in the first trainable leaf (in order of creation) whose path holds it, and
+//! is context in the others. A leaf's weight is its share of the session's counted tokens: no token counts
+//! twice, and the weights of the trainable leaves sum to one.
+
+use super::{Canonical, NodeId, Root, Stored, Tree};
+use crate::base::{BranchKind, CapturedBranch, TokenSequence};
+use serde_json::json;
+
+/// Every branch of the tree; see the module documentation. Turns that did not finish are left out.
+pub fn branches(tree: &Tree, train: &[BranchKind]) -> Vec<CapturedBranch> {
+    let leaves = tree.leaves();
+    let kinds: Vec<BranchKind> = leaves.iter().map(|leaf| kind(tree, *leaf)).collect();
+    let trainable = |index: usize| train.contains(&kinds[index]);
+    // Tokens are counted in trainable branches first.
+    let mut order: Vec<usize> = (0..leaves.len()).collect();
+    order.sort_by_key(|index| !trainable(*index));
+    let mut counted = vec![false; tree.nodes.len()];
+    let mut tokens: Vec<TokenSequence> = vec![TokenSequence::default(); leaves.len()];
+    for index in order {
+        tokens[index] = sequence(tree, leaves[index], &mut counted);
+    }
+    let total: usize = (0..leaves.len())
+        .filter(|index| trainable(*index))
+        .map(|index| tokens[index].sampled())
+        .sum();
+    let mut out = Vec::with_capacity(leaves.len());
+    for (index, mut tokens) in tokens.into_iter().enumerate() {
+        let trained = trainable(index) && tokens.sampled() > 0;
+        if trained {
+            tokens.weight = tokens.sampled() as f32 / total as f32;
+        }
+        debug_assert_eq!(tokens.check(), Ok(()));
+        let path = tree.path(leaves[index]);
+        out.push(CapturedBranch {
+            kind: kinds[index],
+            trainable: trained,
+            parent: parent(tree, &leaves, index),
+            turns: path.len() as u32,
+            tokens,
+            messages: messages(tree, &path),
+        });
+    }
+    out
+}
+
+/// The sequences that are trained on.
+pub fn trainable(branches: &[CapturedBranch]) -> Vec<TokenSequence> {
+    let trained = branches.iter().filter(|branch| branch.trainable);
+    trained.map(|branch| branch.tokens.clone()).collect()
+}
+
+/// The first turn of a leaf's branch.
+fn start(tree: &Tree, leaf: NodeId) -> NodeId {
+    let branch = tree.nodes[leaf].branch;
+    let mut at = leaf;
+    while let Some(parent) = tree.nodes[at]
+        .parent
+        .filter(|id| tree.nodes[*id].branch == branch)
+    {
+        at = parent;
+    }
+    at
+}
+
+fn kind(tree: &Tree, leaf: NodeId) -> BranchKind {
+    let first = start(tree, leaf);
+    let root = tree.path(leaf)[0];
+    let of_root = root_kind(tree, root);
+    let Some(parent) = tree.nodes[first].parent else {
+        return of_root;
+    };
+    if of_root == BranchKind::Side {
+        return of_root;
+    }
+    let same_messages = |other: &NodeId| {
+        let (a, b) = (&tree.nodes[first].delta, &tree.nodes[*other].delta);
+        a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.raw == b.raw)
+    };
+    let mut siblings = tree.nodes[parent].children.iter().filter(|id| **id < first);
+    if siblings.any(same_messages) {
+        BranchKind::Retry
+    } else {
+        BranchKind::Rewritten
+    }
+}
+
+fn root_kind(tree: &Tree, node: NodeId) -> BranchKind {
+    let with_tools = tree.roots.iter().any(|root| root.tools.is_some());
+    let eligible = |root: &&Root| !with_tools || root.tools.is_some();
+    let main = tree.roots.iter().filter(eligible).find(|root| !root.sub_agent);
+    let main = main.or_else(|| tree.roots.iter().find(eligible));
+    let (Some(main), Some(root)) = (main, tree.roots.iter().find(|root| root.node == node)) else {
+        return BranchKind::Main;
+    };
+    if root.node == main.node {
+        return BranchKind::Main;
+    }
+    if !eligible(&root) {
+        return BranchKind::Side;
+    }
+    if root.sub_agent {
+        return BranchKind::SubAgent;
+    }
+    let same_tools = match (&main.tools, &root.tools) {
+        (None, None) => true,
+        (Some(a), Some(b)) => a.raw == b.raw || a.item().tools().ok() == b.item().tools().ok(),
+        _ => false,
+    };
+    let alike = same_tools && begins_alike(tree, main.node, root.node, with_tools);
+    match (alike, with_tools) {
+        // The same messages with other options are the main conversation asked again.
+        (true, _)
+            if tree.nodes[main.node].delta.len() == tree.nodes[root.node].delta.len()
+                && all_alike(&tree.nodes[main.node].delta, &tree.nodes[root.node].delta) =>
+        {
+            BranchKind::Retry
+        }
+        (true, _) => BranchKind::Compaction,
+        (false, true) => BranchKind::SubAgent,
+        (false, false) => BranchKind::Side,
+    }
+}
+
+fn all_alike(a: &[Stored], b: &[Stored]) -> bool {
+    let one = |stored: &Stored| Stored::canonical(stored.item()).unwrap_or_default();
+    let same = |(a, b): (&Stored, &Stored)| {
+        let (a, b) = (one(a), one(b));
+        a.len() == b.len() && a.iter().zip(&b).all(|(a, b): (&Canonical, &Canonical)| a.same(b))
+    };
+    a.iter().zip(b).all(same)
+}
+
+/// The same system prompt; without tools, the same first message.
+fn begins_alike(tree: &Tree, a: NodeId, b: NodeId, with_tools: bool) -> bool {
+    let (a, b) = (&tree.nodes[a].delta, &tree.nodes[b].delta);
+    let is_system = |stored: Option<&Stored>| {
+        stored
+            .is_some_and(|s| s.form.is_head() || s.messages().first().is_some_and(|m| m["role"] == "system"))
+    };
+    match (is_system(a.first()), is_system(b.first())) {
+        (false, false) if with_tools => true,
+        (a_has, b_has) => a_has == b_has && all_alike(&a[..1.min(a.len())], &b[..1.min(b.len())]),
+    }
+}
+
+/// The earliest branch that holds the turn from which a branch forks.
+fn parent(tree: &Tree, leaves: &[NodeId], index: usize) -> Option<usize> {
+    let fork = tree.nodes[start(tree, leaves[index])].parent?;
+    let holds = |other: &usize| *other != index && tree.path(leaves[*other]).contains(&fork);
+    (0..leaves.len()).find(holds)
+}
+
+fn messages(tree: &Tree, path: &[NodeId]) -> Vec<serde_json::Value> {
+    let mut out = Vec::new();
+    for id in path {
+        out.extend(tree.nodes[*id].delta.iter().flat_map(Stored::messages));
+        if let Some(reply) = &tree.nodes[*id].reply {
+            let mut message = reply.message.clone();
+            message["sampled"] = json!(true);
+            out.push(message);
+        }
+    }
+    out
+}
+
+fn sequence(tree: &Tree, leaf: NodeId, counted: &mut [bool]) -> TokenSequence {
+    let mut s = TokenSequence::default();
+    let mut prompt_len = None;
+    for id in tree.path(leaf) {
+        let node = &tree.nodes[id];
+        for token in node.delta_tokens.iter() {
+            s.token_ids.push(*token);
+            s.loss_mask.push(false);
+            s.logprobs.push(0.0);
+            s.versions.push(0);
+        }
+        let first = !std::mem::replace(&mut counted[id], true);
+        if first && !node.sampled.is_empty() {
+            prompt_len.get_or_insert(s.token_ids.len());
+        }
+        for token in node.sampled.iter() {
+            s.token_ids.push(token.id);
+            s.loss_mask.push(first);
+            s.logprobs.push(if first { token.logprob } else { 0.0 });
+            s.versions.push(if first { token.version.0 } else { 0 });
+        }
+    }
+    s.prompt_len = prompt_len.unwrap_or(s.token_ids.len()) as u32;
+    s
+}
