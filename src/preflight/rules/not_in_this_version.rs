@@ -10,7 +10,7 @@ use crate::{
 
 pub(super) const RULE: Rule = Rule {
     id: "not-in-this-version",
-    what: "Backend, engine, scaffold and parser are parts of this version.",
+    what: "Backend, engine and scaffold are parts of this version.",
     why: "The value is a valid name, and the part behind it does not exist here.",
     evidence: "By definition: the list in this rule is what the program can start.",
     fix: "Choose one of the values that the finding names.",
