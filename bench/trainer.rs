@@ -11,9 +11,9 @@ use legorl::{
     base::{GroupId, PolicyVersion, Purpose, StopReason, TokenSequence, Trajectory, TrialKey, TrialOutcome},
     model::{hf::ModelConfig, net::Policy},
     train::{
-        algorithm::{Aggregation, LrSchedule, Objective, PolicyLoss},
+        algorithm::{AdvantageEstimator, Aggregation, LrSchedule, Objective, PolicyLoss, TrajectoryFilter},
         batch::{TrainBatch, TrainGroup},
-        trainer::{AdamWConfig, BackwardMode, Trainer, TrainerConfig},
+        trainer::{AdamWConfig, BackwardMode, CriticConfig, Trainer, TrainerConfig},
     },
 };
 use std::time::Instant;
@@ -114,7 +114,10 @@ fn config(budget: usize, chunk: usize, num_threads: i32, backward: BackwardMode)
             kl: None,
             entropy_coefficient: 0.0,
         },
-        norm_adv_by_std: true,
+        estimator: AdvantageEstimator::Grpo { divide_by_std: true },
+        critic: CriticConfig::default(),
+        kl_reward: None,
+        filter: TrajectoryFilter::default(),
         temperature: 1.0,
         mini_batch_groups: usize::MAX,
         ppo_epochs: 1,
@@ -122,6 +125,7 @@ fn config(budget: usize, chunk: usize, num_threads: i32, backward: BackwardMode)
         head_chunk_tokens: chunk,
         bypass_old_logprobs: false,
         importance: None,
+        rejection: None,
         optimizer: AdamWConfig::default(),
         lr: LrSchedule::constant(1e-4),
         max_grad_norm: 1.0,

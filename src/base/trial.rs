@@ -86,6 +86,18 @@ pub enum StopReason {
     AgentCrash,
 }
 
+impl fmt::Display for StopReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            StopReason::AgentCompleted => "agent_completed",
+            StopReason::MaxTurnsReached => "max_turns_reached",
+            StopReason::Timeout => "timeout",
+            StopReason::Overlong => "overlong",
+            StopReason::AgentCrash => "agent_crash",
+        })
+    }
+}
+
 /// Why a trial has no verdict. None of these is a reward of zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -109,6 +109,7 @@ impl Checkpointing {
             export: stored_layout(&self.model, &self.source, &snapshot.actor)?,
             actor: snapshot.actor,
             optimizer: snapshot.optimizer,
+            critic: snapshot.critic,
             state: RunState {
                 global_step: snapshot.version.0,
                 weight_version: snapshot.version,

@@ -407,13 +407,21 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// The few numbers that a person watches.
 fn step_line(row: &Row) -> String {
+    // A step has no policy figures while the critic warms up, and none of the critic without one.
+    let figures = [
+        ("reward", "critic/score/mean", 3),
+        ("grad", "actor/grad_norm", 3),
+        ("entropy", "actor/entropy", 3),
+        ("vf_loss", "critic/vf_loss", 4),
+        ("pearson", "training/rollout_actor_probs_pearson_corr", 5),
+    ];
+    let shown = |(name, key, digits): (&str, &str, usize)| {
+        row.get(key).map(|value| format!("{name} {value:.digits$}  "))
+    };
     let of = |key: &str| row.get(key).copied().unwrap_or(f64::NAN);
     format!(
-        "reward {:.3}  grad {:.3}  entropy {:.3}  pearson {:.5}  {:.0} tok/s  {:.1} s (rollout {:.1} s)",
-        of("critic/score/mean"),
-        of("actor/grad_norm"),
-        of("actor/entropy"),
-        of("training/rollout_actor_probs_pearson_corr"),
+        "{}{:.0} tok/s  {:.1} s (rollout {:.1} s)",
+        figures.into_iter().filter_map(shown).collect::<String>(),
         of("perf/throughput"),
         of("timing_s/step"),
         of("timing_s/gen"),

@@ -4,18 +4,24 @@
 use super::{run_lock::host_name, serving};
 use crate::{
     config::settings::{
-        values::{KlLossType, LossAggMode, LrScheduler, PolicyLossMode},
+        values::{
+            AdvEstimator, KlControl, KlLossType, LossAggMode, LrScheduler, PolicyLossMode,
+            RejectionCriterion, RolloutIs,
+        },
         Settings,
     },
     rollout::trial::{PurposeConfig, TrialRunnerConfig},
     serve::{engine::remote::RemoteConfig, proxy::ProxyConfig},
     train::{
         algorithm::{
-            gspo::Gspo, ppo_clip::PpoClip, Aggregation, KlEstimator, KlLoss, LrKind, LrSchedule, Objective,
-            PolicyLoss,
+            correction::{Criterion, Distance, Extent, ImportanceLevel, WeightBounds},
+            gspo::Gspo,
+            ppo_clip::PpoClip,
+            AdaptiveKl, AdvantageEstimator, Aggregation, ImportanceWeights, KlEstimator, KlLoss, KlReward,
+            LrKind, LrSchedule, Objective, PolicyLoss, Rejection, TrajectoryFilter, ValueClip,
         },
         buffer::BufferConfig,
-        trainer::{AdamWConfig, BackwardMode, TrainerConfig},
+        trainer::{AdamWConfig, BackwardMode, CriticConfig, TrainerConfig},
     },
 };
 use anyhow::Context;
@@ -51,47 +57,143 @@ pub fn objective(settings: &Settings) -> Objective {
             LossAggMode::SeqMeanTokenSum => Aggregation::SeqMeanTokenSum,
         },
         kl: a.use_kl_loss.then_some(KlLoss {
-            estimator: match a.kl_loss_type {
-                KlLossType::LowVarKl => KlEstimator::K3,
-                KlLossType::K1 => KlEstimator::K1,
-                KlLossType::K2 => KlEstimator::K2,
-            },
+            estimator: kl_estimator(a.kl_loss_type),
             coefficient: a.kl_loss_coef,
         }),
         entropy_coefficient: a.entropy_coeff,
     }
 }
 
+fn kl_estimator(name: KlLossType) -> KlEstimator {
+    match name {
+        KlLossType::LowVarKl | KlLossType::K3 => KlEstimator::K3,
+        KlLossType::Kl | KlLossType::K1 => KlEstimator::K1,
+        KlLossType::Mse | KlLossType::K2 => KlEstimator::K2,
+        KlLossType::Abs => KlEstimator::Abs,
+    }
+}
+
+/// How `ADV_ESTIMATOR` turns rewards into advantages.
+pub fn estimator(settings: &Settings) -> AdvantageEstimator {
+    let a = &settings.algorithm;
+    match a.adv_estimator {
+        AdvEstimator::Grpo => AdvantageEstimator::Grpo {
+            divide_by_std: a.norm_adv_by_std,
+        },
+        AdvEstimator::Rloo => AdvantageEstimator::Rloo,
+        AdvEstimator::ReinforcePlusPlus => AdvantageEstimator::ReinforcePlusPlus { gamma: a.gamma },
+        AdvEstimator::ReinforcePlusPlusBaseline => AdvantageEstimator::ReinforcePlusPlusBaseline,
+        AdvEstimator::Gae => AdvantageEstimator::Gae {
+            gamma: a.gamma,
+            lambda: a.lambda,
+        },
+    }
+}
+
+/// Penalty in the reward, when `USE_KL_IN_REWARD` is on.
+fn kl_reward(settings: &Settings) -> Option<KlReward> {
+    let penalty = settings.algorithm.kl_reward.as_ref()?;
+    Some(KlReward {
+        estimator: kl_estimator(penalty.estimator),
+        coefficient: penalty.coefficient,
+        adaptive: (penalty.control == KlControl::Adaptive).then_some(AdaptiveKl {
+            target: penalty.target,
+            horizon: penalty.horizon,
+        }),
+    })
+}
+
+/// Weights of the policy loss, when `ROLLOUT_IS` is set.
+fn importance(settings: &Settings) -> Option<ImportanceWeights> {
+    let importance = settings.algorithm.importance.as_ref()?;
+    let upper = importance.upper;
+    Some(ImportanceWeights {
+        level: match importance.level {
+            RolloutIs::Token => ImportanceLevel::Token,
+            RolloutIs::Sequence => ImportanceLevel::Sequence,
+        },
+        bounds: match importance.lower {
+            None => WeightBounds::Truncate { upper },
+            Some(lower) => WeightBounds::Mask { lower, upper },
+        },
+        normalize: importance.normalize,
+    })
+}
+
+/// Rejection from the policy loss, when `ROLLOUT_RS` is set.
+fn rejection(settings: &Settings) -> Option<Rejection> {
+    use RejectionCriterion as C;
+    let criterion = |s: &crate::config::settings::RejectionSettings| {
+        let (extent, distance) = match s.criterion {
+            C::TokenK1 => (Extent::Token, Distance::K1),
+            C::TokenK2 => (Extent::Token, Distance::K2),
+            C::TokenK3 => (Extent::Token, Distance::K3),
+            C::SeqSumK1 => (Extent::SequenceSum, Distance::K1),
+            C::SeqSumK2 => (Extent::SequenceSum, Distance::K2),
+            C::SeqSumK3 => (Extent::SequenceSum, Distance::K3),
+            C::SeqMeanK1 => (Extent::SequenceMean, Distance::K1),
+            C::SeqMeanK2 => (Extent::SequenceMean, Distance::K2),
+            C::SeqMeanK3 => (Extent::SequenceMean, Distance::K3),
+            C::SeqMaxK2 => (Extent::SequenceMax, Distance::K2),
+            C::SeqMaxK3 => (Extent::SequenceMax, Distance::K3),
+        };
+        // Bounds of ratios are bounds of their logarithm.
+        let (lower, upper) = match s.lower {
+            Some(lower) => (lower.ln(), s.upper.ln()),
+            None => (f64::NEG_INFINITY, s.upper),
+        };
+        Criterion {
+            name: s.criterion.name(),
+            extent,
+            distance,
+            lower,
+            upper,
+        }
+    };
+    let criteria: Vec<_> = settings.algorithm.rejection.iter().map(criterion).collect();
+    (!criteria.is_empty()).then_some(Rejection { criteria })
+}
+
 /// The trainer.
 pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerConfig {
     let optim = &settings.optim;
+    let critic = &settings.algorithm.critic;
+    let schedule = |peak| LrSchedule {
+        kind: match optim.scheduler {
+            LrScheduler::Constant => LrKind::Constant,
+            LrScheduler::Cosine => LrKind::Cosine,
+            LrScheduler::Linear => LrKind::Linear,
+        },
+        peak,
+        warmup_steps: u64::from(optim.warmup_steps),
+        total_steps: Some(u64::from(total_steps)),
+        min_ratio: optim.min_ratio,
+    };
     TrainerConfig {
         objective: objective(settings),
-        norm_adv_by_std: settings.algorithm.norm_adv_by_std,
+        estimator: estimator(settings),
+        critic: CriticConfig {
+            lr: schedule(critic.lr),
+            clip: ValueClip(critic.clip),
+            warmup_steps: critic.warmup_steps,
+        },
+        kl_reward: kl_reward(settings),
+        filter: TrajectoryFilter::new(settings.algorithm.filter.iter().copied()),
         temperature: f64::from(settings.sampling.temperature),
         mini_batch_groups: settings.batch.train_mini_bsz as usize,
         ppo_epochs: settings.batch.ppo_epochs as usize,
         max_token_len_per_gpu: settings.batch.max_token_len_per_gpu as usize,
         head_chunk_tokens: HEAD_CHUNK_TOKENS,
         bypass_old_logprobs: settings.algorithm.rollout_correction_bypass,
-        importance: None,
+        importance: importance(settings),
+        rejection: rejection(settings),
         optimizer: AdamWConfig {
             beta1: optim.beta1,
             beta2: optim.beta2,
             weight_decay: optim.weight_decay,
             ..AdamWConfig::default()
         },
-        lr: LrSchedule {
-            kind: match optim.scheduler {
-                LrScheduler::Constant => LrKind::Constant,
-                LrScheduler::Cosine => LrKind::Cosine,
-                LrScheduler::Linear => LrKind::Linear,
-            },
-            peak: optim.lr,
-            warmup_steps: u64::from(optim.warmup_steps),
-            total_steps: Some(u64::from(total_steps)),
-            min_ratio: 0.0,
-        },
+        lr: schedule(optim.lr),
         max_grad_norm: optim.grad_clip,
         max_response_len: settings.data.max_response_tokens as usize,
         num_threads: threads,
@@ -201,3 +303,6 @@ pub fn fingerprint(settings: &Settings, model: &crate::model::hf::ModelConfig) -
         crc32fast::hash(model.to_value().to_string().as_bytes())
     )
 }
+
+#[cfg(test)]
+mod tests;

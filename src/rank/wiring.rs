@@ -205,11 +205,13 @@ fn make_trainer(
     let threads = compute_threads(settings) as i32;
     let config = stages::trainer(settings, total_steps, threads);
     let policy = Policy::load(&settings.model.path, Device::Cpu)?;
-    let reference = match config.objective.kl {
-        Some(_) => Some(Policy::load(&settings.model.path, Device::Cpu)?),
-        None => None,
-    };
+    let load = || Policy::load(&settings.model.path, Device::Cpu);
+    let reference = config.needs_reference().then(load).transpose()?;
+    let critic = config.estimator.needs_critic().then(load).transpose()?;
     let mut trainer = Trainer::new(config, policy, reference)?;
+    if let Some(trunk) = critic {
+        trainer = trainer.with_critic(trunk);
+    }
     if let Some(ResumePoint {
         content, checkpoint, ..
     }) = resume
@@ -219,6 +221,7 @@ fn make_trainer(
             .load_state(
                 &content.actor,
                 &content.optimizer,
+                content.critic.as_ref(),
                 state.trainer,
                 state.weight_version,
             )

@@ -1,7 +1,7 @@
 //! The demo from the starting policy to its last step: does it learn, are its numbers exact, and does
 //! the proxy answer meanwhile?
 
-use crate::support::{demo_inputs, long, Experiment, Turn};
+use crate::support::{demo_inputs, long, skip, Experiment, Turn};
 use std::{
     io::{Read, Write},
     net::TcpStream,
@@ -129,6 +129,61 @@ fn the_demo_learns_in_one_process() {
             at(0.99),
             at(1.0)
         );
+    }
+}
+
+/// PPO with its critic, and GSPO over two updates a step, so that its sequence ratios leave 1.
+#[test]
+fn the_demo_learns_with_ppo_and_with_gspo() {
+    let algorithms: [(&str, &[(&str, &str)]); 2] = [
+        (
+            "ppo",
+            &[
+                ("ADV_ESTIMATOR", "gae"),
+                ("CRITIC_LR", "1e-3"),
+                ("CRITIC_WARMUP", "1"),
+                ("CLIP_HIGH", "0.2"),
+            ],
+        ),
+        (
+            "gspo",
+            &[
+                ("POLICY_LOSS_MODE", "gspo"),
+                ("TRAIN_MINI_BSZ", "8"),
+                ("CLIP_LOW", "0.02"),
+                ("CLIP_HIGH", "0.03"),
+                ("LOSS_AGG_MODE", "seq-mean-token-mean"),
+            ],
+        ),
+    ];
+    if !long() {
+        return skip(
+            "learning with PPO and GSPO",
+            "it takes several minutes a run; make test-long runs it",
+        );
+    }
+    let _turn = Turn::take();
+    let inputs = demo_inputs(1);
+    for (name, settings) in algorithms {
+        let mut experiment = Experiment::new(&format!("demo-{name}"), "configs/demo.env", &inputs);
+        for (key, value) in settings {
+            experiment.set(key, value);
+        }
+        experiment.finish(Duration::from_secs(1800));
+        check_learning(&experiment, name);
+        check_correlation(&experiment, name);
+        let rows = experiment.metrics().into_values();
+        let last = rows.rev().find(|row| row.contains_key(REWARD)).unwrap();
+        if name == "ppo" {
+            let (value, target) = (last["critic/values/mean"], last["critic/returns/mean"]);
+            eprintln!(
+                "{name}: critic predicts {value:.3} on average and should {target:.3}; explained variance {:?}",
+                last.get("critic/vf_explained_var")
+            );
+            assert!((value - target).abs() < 0.2, "{value} {target}");
+        } else {
+            assert_eq!(last["actor/updates"], 2.0);
+        }
     }
 }
 

@@ -12,6 +12,9 @@ macro_rules! templates {
 templates! {
     "algorithm/grpo.env"
     "algorithm/gspo.env"
+    "algorithm/ppo.env"
+    "algorithm/reinforce_plus_plus.env"
+    "algorithm/rloo.env"
     "backend/apptainer.env"
     "backend/docker.env"
     "backend/k8s.env"

@@ -7,11 +7,15 @@
 //! Settings hold no secrets: no variable that they are made from has a secret name. They are written to
 //! logs, sent between ranks and stored with checkpoints.
 
+mod algorithm;
 mod offline;
 mod remote;
 mod resolve;
 pub mod values;
 
+pub use algorithm::{
+    AlgorithmSettings, CriticSettings, ImportanceSettings, KlRewardSettings, RejectionSettings,
+};
 pub use offline::{EvalSettings, InferSettings};
 pub use remote::{AgentRuntimeSettings, DockerSettings, HostMount, ImageSettings, KubernetesSettings};
 pub use resolve::{check_text, resolve, Derived};
@@ -241,41 +245,6 @@ pub struct ValidationSettings {
     pub max_retries: u32,
 }
 
-/// Advantages and losses.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AlgorithmSettings {
-    /// `ADV_ESTIMATOR`.
-    pub adv_estimator: AdvEstimator,
-    /// `NORM_ADV_BY_STD_IN_GRPO`.
-    pub norm_adv_by_std: bool,
-    /// `POLICY_LOSS_MODE`.
-    pub policy_loss_mode: PolicyLossMode,
-    /// `CLIP_LOW`: the ratio is cut below `1 - CLIP_LOW`.
-    pub clip_low: f64,
-    /// `CLIP_HIGH`: the ratio is cut above `1 + CLIP_HIGH`.
-    pub clip_high: f64,
-    /// `CLIP_RATIO_C`: dual clip for negative advantages.
-    pub clip_ratio_c: f64,
-    /// `LOSS_AGG_MODE`.
-    pub loss_agg_mode: LossAggMode,
-    /// `ROLLOUT_CORRECTION_BYPASS`: the ratio is against the policy that sampled.
-    pub rollout_correction_bypass: bool,
-    /// `ROLLOUT_IS_THRESHOLD`: largest importance weight.
-    pub rollout_is_threshold: f64,
-    /// `USE_KL_IN_REWARD`.
-    pub use_kl_in_reward: bool,
-    /// `TRAJ_FILTER_FILTER_OVERLONG`.
-    pub filter_overlong: bool,
-    /// `ENTROPY_COEFF`.
-    pub entropy_coeff: f64,
-    /// `USE_KL_LOSS`.
-    pub use_kl_loss: bool,
-    /// `KL_LOSS_COEF`.
-    pub kl_loss_coef: f64,
-    /// `KL_LOSS_TYPE`.
-    pub kl_loss_type: KlLossType,
-}
-
 /// Optimizer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimSettings {
@@ -285,6 +254,8 @@ pub struct OptimSettings {
     pub scheduler: LrScheduler,
     /// `LR_WARMUP_STEPS`.
     pub warmup_steps: u32,
+    /// `LR_MIN_RATIO`: lowest rate of a decaying schedule as a share of the peak.
+    pub min_ratio: f64,
     /// `WEIGHT_DECAY`.
     pub weight_decay: f64,
     /// `ADAM_BETA1`.

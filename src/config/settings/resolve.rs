@@ -80,7 +80,6 @@ fn misplaced(variable: &str, text: &str) -> Option<&'static str> {
         }
         ("ADV_ESTIMATOR", "gspo") => Some("`gspo` is a loss: POLICY_LOSS_MODE=gspo"),
         ("POLICY_LOSS_MODE", "ppo" | "grpo") => Some("the clipped loss of both is `vanilla`"),
-        ("KL_LOSS_TYPE", "k3") => Some("k3 is `low_var_kl`"),
         ("BACKEND", "kubernetes") => Some("Kubernetes is `k8s`"),
         ("SCAFFOLD", "claude-code" | "claude") => Some("Claude Code is `cc`"),
         ("SCAFFOLD", "opencode") => Some("OpenCode is `oc`"),
@@ -368,7 +367,7 @@ fn read(r: &mut Resolver<'_>) -> Settings {
             agent_max_timeout: r.seconds("HARBOR_VAL_AGENT_MAX_TIMEOUT_SEC"),
             max_retries: r.opt_u32("HARBOR_VAL_MAX_RETRIES").unwrap_or_default(),
         },
-        algorithm: algorithm(r),
+        algorithm: super::algorithm::read(r),
         optim: optim(r),
         rollout: RolloutSettings {
             n_concurrent: r.u32("N_CONCURRENT"),
@@ -551,39 +550,12 @@ fn validation_sampling(r: &mut Resolver<'_>) -> SamplingSettings {
     }
 }
 
-fn algorithm(r: &mut Resolver<'_>) -> AlgorithmSettings {
-    AlgorithmSettings {
-        adv_estimator: r.choice("ADV_ESTIMATOR", AdvEstimator::from_name, AdvEstimator::Grpo),
-        norm_adv_by_std: r.bool("NORM_ADV_BY_STD_IN_GRPO"),
-        policy_loss_mode: r.choice(
-            "POLICY_LOSS_MODE",
-            PolicyLossMode::from_name,
-            PolicyLossMode::Gspo,
-        ),
-        clip_low: r.f64("CLIP_LOW"),
-        clip_high: r.f64("CLIP_HIGH"),
-        clip_ratio_c: r.f64("CLIP_RATIO_C"),
-        loss_agg_mode: r.choice(
-            "LOSS_AGG_MODE",
-            LossAggMode::from_name,
-            LossAggMode::SeqMeanTokenMean,
-        ),
-        rollout_is_threshold: r.f64("ROLLOUT_IS_THRESHOLD"),
-        use_kl_in_reward: r.bool("USE_KL_IN_REWARD"),
-        filter_overlong: r.bool("TRAJ_FILTER_FILTER_OVERLONG"),
-        entropy_coeff: r.f64("ENTROPY_COEFF"),
-        rollout_correction_bypass: r.bool("ROLLOUT_CORRECTION_BYPASS"),
-        use_kl_loss: r.bool("USE_KL_LOSS"),
-        kl_loss_coef: r.f64("KL_LOSS_COEF"),
-        kl_loss_type: r.choice("KL_LOSS_TYPE", KlLossType::from_name, KlLossType::LowVarKl),
-    }
-}
-
 fn optim(r: &mut Resolver<'_>) -> OptimSettings {
     OptimSettings {
         lr: r.f64("ACTOR_LR"),
         scheduler: r.choice("LR_SCHEDULER", LrScheduler::from_name, LrScheduler::Constant),
         warmup_steps: r.opt_u32("LR_WARMUP_STEPS").unwrap_or_default(),
+        min_ratio: r.f64("LR_MIN_RATIO"),
         weight_decay: r.f64("WEIGHT_DECAY"),
         beta1: r.f64("ADAM_BETA1"),
         beta2: r.f64("ADAM_BETA2"),

@@ -166,6 +166,8 @@ choice!(
         Rloo = "rloo",
         /// REINFORCE++.
         ReinforcePlusPlus = "reinforce_plus_plus",
+        /// REINFORCE++ with the group's mean as baseline.
+        ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline",
     }
 );
 choice!(
@@ -189,25 +191,77 @@ choice!(
     }
 );
 choice!(
-    /// `KL_LOSS_TYPE`.
+    /// `KL_LOSS_TYPE`, `KL_PENALTY`.
     KlLossType {
         /// k3: `exp(r - p) - (r - p) - 1`, clamped.
         LowVarKl = "low_var_kl",
+        /// The same.
+        K3 = "k3",
         /// `p - r`.
+        Kl = "kl",
+        /// The same.
         K1 = "k1",
         /// `(p - r)^2 / 2`.
+        Mse = "mse",
+        /// The same.
         K2 = "k2",
+        /// `|p - r|`.
+        Abs = "abs",
+    }
+);
+choice!(
+    /// `KL_CTRL_TYPE`.
+    KlControl {
+        /// `KL_COEF` in every step.
+        Fixed = "fixed",
+        /// Grows above `KL_TARGET` and shrinks below it.
+        Adaptive = "adaptive",
     }
 );
 choice!(
     /// `ROLLOUT_IS`: importance weights between the policy that sampled and the one before the update.
     RolloutIs {
-        /// One weight a token.
+        /// A weight for each token.
         Token = "token",
-        /// One weight a sequence.
+        /// One for the whole sequence: the product of its tokens' weights.
         Sequence = "sequence",
     }
 );
+choice!(
+    /// A criterion of `ROLLOUT_RS`: what is looked at, and the distance by token.
+    RejectionCriterion {
+        /// Log ratio of each token.
+        TokenK1 = "token_k1",
+        /// Half of its square.
+        TokenK2 = "token_k2",
+        /// k3 of each token.
+        TokenK3 = "token_k3",
+        /// Log ratio of the sequence.
+        SeqSumK1 = "seq_sum_k1",
+        /// Sum of k2.
+        SeqSumK2 = "seq_sum_k2",
+        /// Sum of k3.
+        SeqSumK3 = "seq_sum_k3",
+        /// Mean log ratio: the geometric mean of the ratios.
+        SeqMeanK1 = "seq_mean_k1",
+        /// Mean of k2.
+        SeqMeanK2 = "seq_mean_k2",
+        /// Mean of k3.
+        SeqMeanK3 = "seq_mean_k3",
+        /// Largest k2.
+        SeqMaxK2 = "seq_max_k2",
+        /// Largest k3.
+        SeqMaxK3 = "seq_max_k3",
+    }
+);
+
+impl RejectionCriterion {
+    /// True for ratios, which are bounded on both sides.
+    pub fn has_lower_bound(self) -> bool {
+        matches!(self, Self::TokenK1 | Self::SeqSumK1 | Self::SeqMeanK1)
+    }
+}
+
 choice!(
     /// `LR_SCHEDULER`.
     LrScheduler {

@@ -1,10 +1,15 @@
 //! Variables of the step: batch, advantages, losses, optimizer.
 
 use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
-use crate::config::settings::values::{AdvEstimator, KlLossType, LossAggMode, LrScheduler, PolicyLossMode};
+use crate::config::settings::values::{
+    AdvEstimator, KlControl, KlLossType, LossAggMode, LrScheduler, PolicyLossMode, RolloutIs,
+};
 
 const BATCH: &str = "Batch";
 const ALGORITHM: &str = "Algorithm";
+const CORRECTION: &str = "Rollout correction";
+const FILTER: &str = "Trajectory filter";
+const CRITIC: &str = "Critic";
 const OPTIMIZER: &str = "Optimizer";
 
 #[rustfmt::skip]
@@ -23,9 +28,13 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Keep only the input of each block and compute the block again in the backward pass. False keeps each block's graph: faster, for more memory."),
 
     row(ALGORITHM, "ADV_ESTIMATOR", Choice(AdvEstimator::NAMES), Value("grpo"), "", Common,
-        "How rewards become advantages. `grpo` compares the trials of a prompt."),
+        "How rewards become advantages. `grpo`, `rloo` and `reinforce_plus_plus_baseline` compare the trials of a prompt, `reinforce_plus_plus` those of the batch, `gae` (PPO) compares with a critic."),
     row(ALGORITHM, "NORM_ADV_BY_STD_IN_GRPO", Bool, Value("True"), "", Common,
         "Divide a group's advantages by the standard deviation of its rewards."),
+    row(ALGORITHM, "GAMMA", between(0.0, 1.0), Value("1.0"), "", Advanced,
+        "Discount of rewards by token, for `gae` and `reinforce_plus_plus`."),
+    row(ALGORITHM, "LAM", between(0.0, 1.0), Value("1.0"), "", Advanced,
+        "Lambda of `gae`: 1 takes whole returns, 0 one-step differences of the critic."),
     row(ALGORITHM, "POLICY_LOSS_MODE", Choice(PolicyLossMode::NAMES), Value("gspo"), "", Common,
         "`vanilla`: clipped ratio per token. `gspo`: one length-normalised ratio per sequence."),
     row(ALGORITHM, "CLIP_LOW", between(0.0, 1.0), Value("3e-4"), "", Common,
@@ -36,14 +45,6 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Second bound of the ratio where the advantage is negative (dual clip)."),
     row(ALGORITHM, "LOSS_AGG_MODE", Choice(LossAggMode::NAMES), Value("seq-mean-token-mean"), "", Common,
         "How token losses become one number."),
-    row(ALGORITHM, "ROLLOUT_CORRECTION_BYPASS", Bool, Value("False"), "", Common,
-        "Take the log-probabilities of the moment of sampling as the denominator of the ratio, instead of those of the policy before the update. Under async the clip then bounds the distance from the policy that sampled."),
-    row(ALGORITHM, "ROLLOUT_IS_THRESHOLD", number(0.0), Value("2.0"), "", Advanced,
-        "Largest weight of ROLLOUT_IS."),
-    row(ALGORITHM, "USE_KL_IN_REWARD", Bool, Value("False"), "", Advanced,
-        "Subtract the divergence from the reward instead of adding it to the loss.").only(&["False"]),
-    row(ALGORITHM, "TRAJ_FILTER_FILTER_OVERLONG", Bool, Value("False"), "", Advanced,
-        "Leave trials that reached the end of the window out of the loss.").only(&["False"]),
     row(ALGORITHM, "ENTROPY_COEFF", between(-10.0, 10.0), Value("0.0"), "", Common,
         "Weight of the entropy bonus."),
     row(ALGORITHM, "USE_KL_LOSS", Bool, Value("True"), "", Common,
@@ -51,7 +52,46 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(ALGORITHM, "KL_LOSS_COEF", between(0.0, 1e3), Value("0.001"), "", Common,
         "Weight of that divergence."),
     row(ALGORITHM, "KL_LOSS_TYPE", Choice(KlLossType::NAMES), Value("low_var_kl"), "", Advanced,
-        "Estimator of that divergence."),
+        "Estimator of that divergence; `low_var_kl` is `k3`, `kl` is `k1`, `mse` is `k2`."),
+    row(ALGORITHM, "USE_KL_IN_REWARD", Bool, Value("False"), "", Common,
+        "Subtract the divergence from the starting policy from the reward of every sampled token."),
+    row(ALGORITHM, "KL_COEF", between(0.0, 1e3), Value("0.0"), "", Common,
+        "Weight of the divergence in the reward; of the first step where KL_CTRL_TYPE is `adaptive`."),
+    row(ALGORITHM, "KL_PENALTY", Choice(KlLossType::NAMES), Value("kl"), "", Advanced,
+        "Estimator of the divergence in the reward."),
+    row(ALGORITHM, "KL_CTRL_TYPE", Choice(KlControl::NAMES), Value("fixed"), "", Advanced,
+        "Whether the weight of the divergence in the reward follows KL_TARGET."),
+    row(ALGORITHM, "KL_TARGET", number(1e-9), Value("0.1"), "nats", Advanced,
+        "Divergence per token that the adaptive weight aims at."),
+    row(ALGORITHM, "KL_HORIZON", number(1.0), Value("10000"), "trials", Advanced,
+        "Trials in which the adaptive weight may change by a fifth."),
+
+    row(CORRECTION, "ROLLOUT_CORRECTION_BYPASS", Bool, Value("False"), "", Common,
+        "Take the log-probabilities of the moment of sampling as the denominator of the ratio, instead of those of the policy before the update. Under async the clip then bounds the distance from the policy that sampled."),
+    row(CORRECTION, "ROLLOUT_IS", Choice(RolloutIs::NAMES), Unset("no importance weights"), "", Common,
+        "Weigh the policy loss by the ratio between the policy before the update and the policy that sampled, by token or by sequence. On long sequences the product of `sequence` leaves few of them with any weight."),
+    row(CORRECTION, "ROLLOUT_IS_THRESHOLD", Text, Value("2.0"), "", Common,
+        "Upper bound of these weights; larger ones are cut to it. Two numbers `lower_upper` give the weight 0 to what lies outside (IcePop)."),
+    row(CORRECTION, "ROLLOUT_IS_BATCH_NORMALIZE", Bool, Value("False"), "", Advanced,
+        "Divide these weights by their mean over the batch."),
+    row(CORRECTION, "ROLLOUT_RS", Text, Unset("nothing is rejected"), "", Advanced,
+        "Criteria that a token or sequence must meet to stay in the policy loss, with commas: token_, seq_sum_, seq_mean_ or seq_max_ before k1 (log ratio), k2 or k3; seq_max_ has no k1."),
+    row(CORRECTION, "ROLLOUT_RS_THRESHOLD", Text, Unset("required with ROLLOUT_RS"), "", Advanced,
+        "Bounds of these criteria, one for all or one each, with commas: `lower_upper` ratios for k1 (one number means its reciprocal as well), an upper bound for k2 and k3."),
+
+    row(FILTER, "TRAJ_FILTER_ENABLE", Bool, Value("False"), "", Common,
+        "Leave trials that ended for one of TRAJ_FILTER_DROP_REASONS out of group statistics and loss. Trials whose infrastructure failed are always left out."),
+    row(FILTER, "TRAJ_FILTER_DROP_REASONS", Text, Value("timeout,env_setup_failed"), "", Common,
+        "Reasons, with commas: timeout, overlong, max_turns_reached, agent_crash; those of failed infrastructure (env_setup_failed and others) always apply."),
+    row(FILTER, "TRAJ_FILTER_FILTER_OVERLONG", Bool, Value("False"), "", Advanced,
+        "With the filter on, adds overlong to its reasons."),
+
+    row(CRITIC, "CRITIC_LR", between(0.0, 1.0), Value("1e-5"), "", Common,
+        "Learning rate of the critic of `gae`; its course and the rest of its optimizer are those of the policy."),
+    row(CRITIC, "CRITIC_WARMUP", integer(0), Value("0"), "steps", Common,
+        "Steps at the start in which only the critic learns."),
+    row(CRITIC, "CLIPRANGE_VALUE", number(1e-9), Value("0.5"), "", Advanced,
+        "Largest change of a prediction in one step that the critic's loss rewards."),
 
     row(OPTIMIZER, "ACTOR_LR", between(0.0, 1.0), Value("1e-6"), "", Essential,
         "Learning rate of AdamW."),
@@ -59,6 +99,8 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Course of the learning rate after the warm-up."),
     row(OPTIMIZER, "LR_WARMUP_STEPS", integer(0), Value("0"), "steps", Common,
         "Steps in which the learning rate rises from zero."),
+    row(OPTIMIZER, "LR_MIN_RATIO", between(0.0, 1.0), Value("0.0"), "", Advanced,
+        "Lowest learning rate of a decaying course, as a share of the peak."),
     row(OPTIMIZER, "WEIGHT_DECAY", between(0.0, 10.0), Value("0.01"), "", Common,
         "Decoupled weight decay; norms have none."),
     row(OPTIMIZER, "ADAM_BETA1", between(0.0, 0.999999), Value("0.9"), "", Advanced,

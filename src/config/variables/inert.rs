@@ -72,9 +72,6 @@ table! {
     ALWAYS => "USE_REMOVE_PADDING" "CALCULATE_LOG_PROBS" "RETURN_RAW_CHAT" "ENABLE_CHUNKED_PREFILL"
         "SEQ_DIST_METRICS" "HARBOR_VERIFIER_ENABLED" "HARBOR_ENVIRONMENT_DELETE" "HARBOR_BLOCK_GIT_HISTORY_LEAK";
     NEVER => "HARBOR_AGENT_DISABLE_TOOL_CALLS" "HARBOR_AGENT_RECORD_TERMINAL_SESSION";
-    "Trials without a verdict never reach the loss; TRAJ_FILTER_FILTER_OVERLONG chooses about overlong ones." =>
-        "TRAJ_FILTER_ENABLE" "TRAJ_FILTER_DROP_REASONS";
-    "Only USE_KL_IN_REWARD=True would read it, which is not in this version." => "KL_COEF";
     "A first prompt above MAX_PROMPT ends its trial; nothing is cut away." => "DATA_TRUNCATION";
     "Columns of a task index have fixed names." => "PROMPT_KEY";
     "The engine computes in the type that it loads the checkpoint in." => "ROLLOUT_DTYPE";

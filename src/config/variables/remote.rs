@@ -2,7 +2,6 @@
 //! replay, importance weights, Kubernetes, Docker, task images.
 
 use super::{between, integer, number, row, whole, DefaultValue::*, Kind::*, Tier::*, Variable};
-use crate::config::settings::values::RolloutIs;
 
 /// Section of the agent's files in remote sandboxes.
 pub const AGENT_FILES: &str = "Agent files of remote sandboxes";
@@ -27,8 +26,6 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Fused loss kernels; `veomni` cannot use them.").only(&["False"]),
     row(PLAN, "ENABLE_ACTIVATION_OFFLOAD", Bool, Value("False"), "", Advanced,
         "Keep activations in host memory; `veomni` cannot use it.").only(&["False"]),
-    row(PLAN, "ROLLOUT_IS", Choice(RolloutIs::NAMES), Unset("no importance weights"), "", Common,
-        "Importance weights between the policy that sampled and the one that trains.").only(&[]),
     row(PLAN, "HARBOR_AGENT_NAME", Text, Unset("the scaffold decides"), "", Advanced,
         "Agent factory of Harbor; must stay empty for `oh` and `ohsdk`, which are imported by path."),
 

@@ -16,6 +16,7 @@
 //!
 //! A rule never checks its own default: it judges the value that reaches the run.
 
+mod advantage;
 mod agent_name;
 mod batch;
 mod checkpoint_space;
@@ -86,6 +87,7 @@ pub const ALL: &[&Rule] = &[
     &port_range::RULE,
     &batch::RULE,
     &group_size::RULE,
+    &advantage::RULE,
     &context_window::RULE,
     &clip_range::RULE,
     &sampling::RULE,

@@ -24,11 +24,6 @@ const ROWS: &[Row] = &[
     ("MODEL_ENGINE", |s| s.run.model_engine.to_string(), &["fsdp"]),
     ("SCAFFOLD", |s| s.run.scaffold.to_string(), &["mini"]),
     (
-        "ADV_ESTIMATOR",
-        |s| s.algorithm.adv_estimator.to_string(),
-        &["grpo"],
-    ),
-    (
         "TOOL_CALL_PARSER",
         |s| s.model.tool_call_parser.to_string(),
         &["hermes", "qwen3_coder", "auto"],

@@ -111,14 +111,27 @@ pub struct SequenceTerms<'a> {
 pub struct SequenceDerivatives {
     /// By each sampled token's log-probability.
     pub logprobs: Vec<f64>,
-    /// By each sampled token's entropy; the same for all tokens of a sequence.
-    pub entropy: f64,
+    /// By each sampled token's entropy.
+    pub entropies: Vec<f64>,
 }
 
 impl SequenceDerivatives {
     /// True where the sequence cannot move any parameter.
     pub fn is_zero(&self) -> bool {
-        self.entropy == 0.0 && self.logprobs.iter().all(|d| *d == 0.0)
+        self.logprobs.iter().chain(&self.entropies).all(|d| *d == 0.0)
+    }
+
+    /// For a sequence of which only the tokens with `keep` were evaluated: the others have none.
+    pub fn scattered(self, keep: &[bool]) -> Self {
+        let spread = |kept: Vec<f64>| {
+            let mut kept = kept.into_iter();
+            let of = |keep: &bool| if *keep { kept.next().unwrap_or(0.0) } else { 0.0 };
+            keep.iter().map(of).collect()
+        };
+        Self {
+            logprobs: spread(self.logprobs),
+            entropies: spread(self.entropies),
+        }
     }
 }
 
@@ -134,6 +147,11 @@ impl ObjectiveScale {
         Self {
             factors: aggregation.coefficients(mini_batch),
         }
+    }
+
+    /// Factor of a sequence's token losses.
+    pub fn factor(&self, index: usize) -> f64 {
+        self.factors[index]
     }
 }
 
@@ -202,7 +220,10 @@ impl Objective {
         sums.clipped += policy.clipped;
         sums.clipped_lower += policy.clipped_lower;
         sums.ppo_kl_sum += policy.kl_sum;
-        SequenceDerivatives { logprobs, entropy }
+        SequenceDerivatives {
+            logprobs,
+            entropies: vec![entropy; terms.entropies.len()],
+        }
     }
 }
 

@@ -15,6 +15,15 @@ pub struct TrainerProgress {
     pub skipped_updates: u64,
     /// Learning rate of the last step.
     pub lr: f64,
+    /// Optimizer updates of the critic.
+    #[serde(default)]
+    pub critic_updates: u64,
+    /// Those left out because the gradient norm was not finite.
+    #[serde(default)]
+    pub critic_skipped_updates: u64,
+    /// Factor of the penalty in the reward in the next step; `None` without one.
+    #[serde(default)]
+    pub kl_coefficient: Option<f64>,
 }
 
 /// Everything of a run that is not a tensor (`state.json`). There are no random states: every seed is a
@@ -119,6 +128,15 @@ impl ModelFiles {
     }
 }
 
+/// The critic of a run that has one.
+#[derive(Clone, Debug)]
+pub struct CriticState {
+    /// f32 weights: the trunk under its Hugging Face names, `score.weight`, `score.bias`.
+    pub weights: Vec<WeightTensor>,
+    /// Optimizer moments.
+    pub optimizer: Vec<WeightTensor>,
+}
+
 /// A snapshot to be written, or one that was read. Tensors are reference-counted bytes.
 #[derive(Clone, Debug)]
 pub struct CheckpointContent {
@@ -128,6 +146,8 @@ pub struct CheckpointContent {
     pub export: Vec<WeightTensor>,
     /// Optimizer moments.
     pub optimizer: Vec<WeightTensor>,
+    /// The critic, where the run has one.
+    pub critic: Option<CriticState>,
     /// The rest of the run.
     pub state: RunState,
     /// Configuration and tokenizer files.

@@ -6,6 +6,7 @@
 //!   global_step_12/
 //!     actor/{config.json,model.safetensors}   f32 master weights, Hugging Face names
 //!     optimizer.safetensors                   Adam moments: `exp_avg.<name>`, `exp_avg_sq.<name>`
+//!     critic/{model,optimizer}.safetensors    the same of the critic, where the run has one
 //!     state.json                              RunState
 //!     huggingface/…                           weights, config and tokenizer, as other programs load them
 //!     COMMITTED                               size and CRC-32 of every file above
@@ -29,7 +30,7 @@ mod store;
 mod tensor_file;
 mod writer;
 
-pub use content::{CheckpointContent, ModelFiles, RunState, TrainerProgress};
+pub use content::{CheckpointContent, CriticState, ModelFiles, RunState, TrainerProgress};
 pub use error::CheckpointError;
 pub use storage::{DiskStorage, Storage, StoredFile};
 pub use store::{CheckpointStore, CommittedCheckpoint, LatestCheckpoint, SkippedCheckpoint};

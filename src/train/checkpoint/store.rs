@@ -1,7 +1,7 @@
 //! The folder of all checkpoints of an experiment.
 
 use super::{
-    content::{CheckpointContent, ModelFiles, RunState},
+    content::{CheckpointContent, CriticState, ModelFiles, RunState},
     storage::{DiskStorage, Storage},
     tensor_file::{read_tensors, write_tensors},
     CheckpointError,
@@ -213,11 +213,14 @@ impl CheckpointStore {
                 .remove_dir_all(temporary)
                 .map_err(at("remove", temporary))?;
         }
-        let folders = [
+        let mut folders = vec![
             temporary.to_owned(),
             temporary.join("actor"),
             temporary.join("huggingface"),
         ];
+        if content.critic.is_some() {
+            folders.push(temporary.join("critic"));
+        }
         for folder in &folders {
             self.storage.create_dir(folder).map_err(at("create", folder))?;
         }
@@ -237,6 +240,14 @@ impl CheckpointStore {
         put("actor/model.safetensors", &|out| {
             write_tensors(out, &content.actor)
         })?;
+        if let Some(critic) = &content.critic {
+            put("critic/model.safetensors", &|out| {
+                write_tensors(out, &critic.weights)
+            })?;
+            put("critic/optimizer.safetensors", &|out| {
+                write_tensors(out, &critic.optimizer)
+            })?;
+        }
         put("huggingface/config.json", &|out| {
             out.write_all(&content.model_files.config)
         })?;
@@ -297,6 +308,7 @@ impl CheckpointStore {
             actor: read_tensors(&path.join("actor/model.safetensors"))?,
             export: read_tensors(&path.join("huggingface/model.safetensors"))?,
             optimizer: read_tensors(&path.join("optimizer.safetensors"))?,
+            critic: read_critic(&path.join("critic"))?,
             state: self.load_state(checkpoint)?,
             model_files: ModelFiles::read(&path.join("huggingface"))?,
         })
@@ -368,7 +380,17 @@ impl CheckpointStore {
     }
 }
 
-/// Checks a folder against its marker; the text says what is wrong.
+/// The critic of a verified checkpoint; the folder exists where the run had one.
+fn read_critic(folder: &Path) -> Result<Option<CriticState>, CheckpointError> {
+    if !folder.is_dir() {
+        return Ok(None);
+    }
+    Ok(Some(CriticState {
+        weights: read_tensors(&folder.join("model.safetensors"))?,
+        optimizer: read_tensors(&folder.join("optimizer.safetensors"))?,
+    }))
+}
+
 /// Whether the marker can be read and every file that it names has its size. Cheap: contents are not read.
 fn marked_sizes_match(folder: &Path, step: u32) -> bool {
     let marker = fs::read(folder.join(MARKER)).ok();
@@ -383,6 +405,7 @@ fn marked_sizes_match(folder: &Path, step: u32) -> bool {
     })
 }
 
+/// Checks a folder against its marker; the text says what is wrong.
 fn verify(folder: &Path, step: u32) -> Result<u64, String> {
     let text = match fs::read(folder.join(MARKER)) {
         Ok(text) => text,

@@ -33,6 +33,10 @@ fn content(step: u32) -> CheckpointContent {
         export: weights.clone(),
         actor: weights,
         optimizer: vec![tensor("exp_avg.b.weight", &[0.25, step as f32])],
+        critic: (step % 2 == 1).then(|| CriticState {
+            weights: vec![tensor("score.weight", &[step as f32])],
+            optimizer: vec![tensor("exp_avg.score.weight", &[0.5])],
+        }),
         state: RunState {
             global_step: step,
             weight_version: PolicyVersion(step),
@@ -40,6 +44,9 @@ fn content(step: u32) -> CheckpointContent {
                 optimizer_updates: u64::from(step) * 2,
                 skipped_updates: 1,
                 lr: 1e-6,
+                critic_updates: 3,
+                critic_skipped_updates: 0,
+                kl_coefficient: Some(0.1),
             },
             buffer: serde_json::json!({ "cursor": step }),
             config_fingerprint: "abc".into(),
@@ -61,6 +68,8 @@ fn assert_same(got: &CheckpointContent, want: &CheckpointContent) {
     assert_eq!(flat(&got.actor), flat(&want.actor));
     assert_eq!(flat(&got.export), flat(&want.export));
     assert_eq!(flat(&got.optimizer), flat(&want.optimizer));
+    let critic = |c: &CheckpointContent| c.critic.as_ref().map(|c| (flat(&c.weights), flat(&c.optimizer)));
+    assert_eq!(critic(got), critic(want));
     assert_eq!(got.state, want.state);
     assert_eq!(got.model_files, want.model_files);
 }
@@ -81,6 +90,12 @@ fn what_is_written_is_read_back() {
     let written = store.write(&content(12)).unwrap();
     assert_eq!(written.path, root.path().join("global_step_12"));
     assert_eq!(latest_step(root.path()), Some(12));
+    let with_critic = tempfile::tempdir().unwrap();
+    let store = CheckpointStore::open(with_critic.path()).unwrap();
+    let written_with = store.write(&content(13)).unwrap();
+    assert!(written_with.path.join("critic/model.safetensors").is_file());
+    assert!(!written.path.join("critic").exists());
+    assert_eq!(latest_step(with_critic.path()), Some(13));
     let latest = std::fs::read_to_string(root.path().join("latest_checkpointed_iteration.txt")).unwrap();
     assert_eq!(latest, "12");
 }

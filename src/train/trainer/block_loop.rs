@@ -58,19 +58,32 @@ impl PackedBatch {
         }
     }
 
-    /// Cuts values of all sampled tokens into those of each sequence.
-    pub(super) fn split(&self, values: TokenValues) -> Vec<TokenValues> {
-        let mut start = 0;
+    /// Rows `[N,H]` of the residual stream `[T,H]` that predict a sampled token.
+    pub(super) fn predicting(&self, hidden: &Tensor) -> Tensor {
+        hidden.index_select(0, &self.rows)
+    }
+
+    /// Cuts one number per sampled token into those of each sequence.
+    pub(super) fn split_column(&self, values: &[f64]) -> Vec<Vec<f64>> {
+        let mut rest = values;
         self.counts
             .iter()
             .map(|count| {
-                let range = start..start + count;
-                start += count;
-                TokenValues {
-                    logprobs: values.logprobs[range.clone()].to_vec(),
-                    entropies: values.entropies[range].to_vec(),
-                }
+                let (head, tail) = rest.split_at(*count);
+                rest = tail;
+                head.to_vec()
             })
+            .collect()
+    }
+
+    /// Cuts values of all sampled tokens into those of each sequence.
+    pub(super) fn split(&self, values: TokenValues) -> Vec<TokenValues> {
+        let columns = self
+            .split_column(&values.logprobs)
+            .into_iter()
+            .zip(self.split_column(&values.entropies));
+        columns
+            .map(|(logprobs, entropies)| TokenValues { logprobs, entropies })
             .collect()
     }
 }
@@ -90,10 +103,7 @@ impl TokenDerivatives {
         };
         for sequence in sequences {
             joined.logprobs.extend_from_slice(&sequence.logprobs);
-            let count = sequence.logprobs.len();
-            joined
-                .entropies
-                .extend(std::iter::repeat_n(sequence.entropy, count));
+            joined.entropies.extend_from_slice(&sequence.entropies);
         }
         joined
     }
@@ -115,8 +125,7 @@ impl Gradients {
         }
     }
 
-    pub(super) fn zeros(policy: &Policy) -> Self {
-        let parameters = policy.parameters();
+    pub(super) fn zeros(parameters: Vec<(String, Tensor)>) -> Self {
         Self {
             tensors: parameters.iter().map(|(_, p)| p.detach().zeros_like()).collect(),
             places: parameters
@@ -128,7 +137,7 @@ impl Gradients {
     }
 
     /// Adds a gradient; one that autograd did not produce is zero.
-    fn add(&mut self, name: &str, gradient: &Tensor) {
+    pub(super) fn add(&mut self, name: &str, gradient: &Tensor) {
         if gradient.defined() {
             let _ = self.tensors[self.places[name]].g_add_(gradient);
         }
@@ -173,7 +182,8 @@ enum Graph {
     Whole { logprobs: Tensor, entropies: Tensor },
 }
 
-struct KeptBlock {
+/// Input of a block, kept for the backward pass.
+pub(super) struct KeptBlock {
     /// `[T,H]`.
     input: Tensor,
     /// With its graph back to `input`, where graphs are kept instead of computed again.
@@ -197,6 +207,18 @@ impl<'a> Network<'a> {
         if keep && self.config.backward == BackwardMode::WholeGraph {
             return self.forward_whole_graph(packed);
         }
+        let (blocks, x) = self.trunk(packed, keep);
+        let values = no_grad(|| head::values(&self.head(packed, &packed.predicting(&x))));
+        let graph = if keep {
+            Graph::Blocks { blocks, last: x }
+        } else {
+            Graph::None
+        };
+        Kept { values, graph }
+    }
+
+    /// Inputs of the blocks where they are to be kept, and the output of the last one, `[T,H]`.
+    pub(super) fn trunk(&self, packed: &PackedBatch, keep: bool) -> (Vec<KeptBlock>, Tensor) {
         let mut x = no_grad(|| self.policy.embed(&packed.ids));
         let mut blocks = Vec::new();
         for block in self.policy.blocks() {
@@ -216,13 +238,7 @@ impl<'a> Network<'a> {
                 }
             }
         }
-        let values = no_grad(|| head::values(&self.head(packed, &x.index_select(0, &packed.rows))));
-        let graph = if keep {
-            Graph::Blocks { blocks, last: x }
-        } else {
-            Graph::None
-        };
-        Kept { values, graph }
+        (blocks, x)
     }
 
     fn head<'b>(&'b self, packed: &'b PackedBatch, hidden: &Tensor) -> HeadInput<'b> {
@@ -258,20 +274,32 @@ impl<'a> Network<'a> {
             .then(|| self.column(&derivatives.entropies, &last));
 
         // Head and final norm touch only the rows that predict a sampled token.
-        let head = self.head(packed, &last.index_select(0, &packed.rows));
+        let head = self.head(packed, &packed.predicting(&last));
         let norm_name = self.policy.config.norm_spec().name;
-        let embedding_name = self.policy.config.embedding_spec().name;
         let head_name = self
             .policy
             .config
             .head_spec()
-            .map_or_else(|| embedding_name.clone(), |spec| spec.name);
+            .map_or_else(|| self.policy.config.embedding_spec().name, |spec| spec.name);
         let norm = self.parameter(&norm_name);
         let by_rows = head::backward(&head, &norm, &by_logprob, by_entropy.as_ref(), |norm, weight| {
             gradients.add(&norm_name, norm);
             gradients.add(&head_name, weight);
         });
-        let mut incoming = last.zeros_like().index_copy(0, &packed.rows, &by_rows);
+        self.trunk_backward(packed, blocks, last, &by_rows, gradients);
+    }
+
+    /// Adds the gradients of embedding and blocks, from the gradient `by_rows [N,H]` of the rows of `last`
+    /// that predict a sampled token.
+    pub(super) fn trunk_backward(
+        &self,
+        packed: &PackedBatch,
+        blocks: Vec<KeptBlock>,
+        last: Tensor,
+        by_rows: &Tensor,
+        gradients: &mut Gradients,
+    ) {
+        let mut incoming = last.zeros_like().index_copy(0, &packed.rows, by_rows);
         drop(last);
 
         for (block, kept) in self.policy.blocks().iter().zip(blocks).rev() {
@@ -296,6 +324,7 @@ impl<'a> Network<'a> {
         }
 
         let embedded = self.policy.embed(&packed.ids);
+        let embedding_name = self.policy.config.embedding_spec().name;
         let embedding = self.parameter(&embedding_name);
         for gradient in vector_jacobian(&embedded, &incoming, &[embedding]) {
             gradients.add(&embedding_name, &gradient);
@@ -338,7 +367,7 @@ impl<'a> Network<'a> {
     }
 
     /// `[N]` on the device of `like` and in its element type, at least f32.
-    fn column(&self, values: &[f64], like: &Tensor) -> Tensor {
+    pub(super) fn column(&self, values: &[f64], like: &Tensor) -> Tensor {
         let kind = match like.kind() {
             Kind::BFloat16 => Kind::Float,
             kind => kind,
@@ -346,7 +375,7 @@ impl<'a> Network<'a> {
         Tensor::from_slice(values).to_kind(kind).to_device(like.device())
     }
 
-    fn parameter(&self, name: &str) -> Tensor {
+    pub(super) fn parameter(&self, name: &str) -> Tensor {
         self.policy
             .parameters()
             .into_iter()
@@ -356,7 +385,7 @@ impl<'a> Network<'a> {
 }
 
 /// Gradients of `Σ output ∘ incoming` by `inputs`.
-fn vector_jacobian(output: &Tensor, incoming: &Tensor, inputs: &[Tensor]) -> Vec<Tensor> {
+pub(super) fn vector_jacobian(output: &Tensor, incoming: &Tensor, inputs: &[Tensor]) -> Vec<Tensor> {
     Tensor::run_backward(&[(output * incoming).sum(None)], inputs, false, false)
 }
 

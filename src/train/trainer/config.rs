@@ -1,7 +1,10 @@
 //! Settings of the trainer, resolved.
 
 use super::{AdamWConfig, TrainError};
-use crate::train::algorithm::{correction::TruncatedImportance, LrSchedule, Objective};
+use crate::train::algorithm::{
+    AdvantageEstimator, ImportanceWeights, KlReward, LrSchedule, Objective, Rejection, TrajectoryFilter,
+    ValueClip,
+};
 
 /// How gradients are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,13 +18,40 @@ pub enum BackwardMode {
     WholeGraph,
 }
 
+/// Settings of the critic.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CriticConfig {
+    /// Learning rate by step; its peak is `CRITIC_LR`.
+    pub lr: LrSchedule,
+    /// Bound of the change of a prediction (`CLIPRANGE_VALUE`).
+    pub clip: ValueClip,
+    /// Steps at the start in which only the critic learns (`CRITIC_WARMUP`).
+    pub warmup_steps: u32,
+}
+
+impl Default for CriticConfig {
+    fn default() -> Self {
+        Self {
+            lr: LrSchedule::constant(1e-5),
+            clip: ValueClip(0.5),
+            warmup_steps: 0,
+        }
+    }
+}
+
 /// Everything that a step depends on besides weights and data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainerConfig {
     /// Losses and their coefficients.
     pub objective: Objective,
-    /// Divide advantages by the group's standard deviation (GRPO) or not (Dr. GRPO).
-    pub norm_adv_by_std: bool,
+    /// How rewards become advantages (`ADV_ESTIMATOR`).
+    pub estimator: AdvantageEstimator,
+    /// Settings of the critic; read when the estimator needs one.
+    pub critic: CriticConfig,
+    /// Penalty in the reward for leaving the reference policy; `None` needs no reference.
+    pub kl_reward: Option<KlReward>,
+    /// Which trials with a verdict are trained on.
+    pub filter: TrajectoryFilter,
     /// Sampling temperature of the rollouts: logits are divided by it before the log-softmax. 0 means
     /// that the rollouts were greedy, whose log-probabilities are those at temperature 1.
     pub temperature: f64,
@@ -36,7 +66,9 @@ pub struct TrainerConfig {
     /// Take the engine's log-probabilities as the denominator of the ratio.
     pub bypass_old_logprobs: bool,
     /// Weights of the policy loss that correct for the sampling policy; `None` trusts the ratio alone.
-    pub importance: Option<TruncatedImportance>,
+    pub importance: Option<ImportanceWeights>,
+    /// Which tokens are too far from the sampling policy; `None` keeps all.
+    pub rejection: Option<Rejection>,
     /// Optimizer.
     pub optimizer: AdamWConfig,
     /// Learning rate by step.
@@ -88,14 +120,24 @@ impl TrainerConfig {
         if self.max_grad_norm.is_nan() || self.max_grad_norm <= 0.0 {
             return wrong("GRAD_CLIP", self.max_grad_norm.to_string(), "must be above 0");
         }
-        if !(self.lr.peak >= 0.0 && self.lr.peak.is_finite()) {
+        for (variable, peak) in [("ACTOR_LR", self.lr.peak), ("CRITIC_LR", self.critic.lr.peak)] {
+            if !(peak >= 0.0 && peak.is_finite()) {
+                return wrong(variable, peak.to_string(), "must be a number of at least 0");
+            }
+        }
+        if self.bypass_old_logprobs && self.importance.is_some() {
             return wrong(
-                "ACTOR_LR",
-                self.lr.peak.to_string(),
-                "must be a number of at least 0",
+                "ROLLOUT_IS",
+                "set".into(),
+                "must be null with ROLLOUT_CORRECTION_BYPASS=True, whose ratio is already against the policy that sampled",
             );
         }
         Ok(())
+    }
+
+    /// True when a step asks the reference policy.
+    pub fn needs_reference(&self) -> bool {
+        self.objective.kl.is_some() || self.kl_reward.is_some()
     }
 
     /// Divisor of the logits.

@@ -15,9 +15,18 @@ pub enum TrainError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// The objective needs a reference policy.
-    #[error("KL_LOSS_COEF is above zero and no reference policy was loaded (REF_MODEL_PATH or MODEL_PATH)")]
+    /// The objective or the reward needs a reference policy.
+    #[error("USE_KL_LOSS or USE_KL_IN_REWARD is on and no reference policy was loaded from MODEL_PATH")]
     NoReference,
+    /// The estimator needs a critic.
+    #[error("ADV_ESTIMATOR=gae reads a critic and none was loaded from MODEL_PATH")]
+    NoCritic,
+    /// A checkpoint of a run without a critic cannot continue one with a critic.
+    #[error(
+        "the checkpoint holds no critic and ADV_ESTIMATOR=gae continues one; go on with the estimator of the \
+         earlier steps, or start anew with another EXP_NAME"
+    )]
+    NoSavedCritic,
     /// Batches are consumed once each and in order.
     #[error("the batch of step {batch} was given to weights of version {version}; it must be the next step")]
     OutOfOrder {

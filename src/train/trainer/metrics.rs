@@ -1,14 +1,20 @@
 //! What a step reports, under verl's names.
 //!
-//! Lengths and advantages are those of sequences, scores and turns those of trials with a verdict. Keys
+//! Lengths and advantages are those of sequences, scores and turns those of trials with a verdict, rewards
+//! those of the trials that are trained on, after penalties. `trajectory_filter/reason/*` counts how every
+//! trial of the batch ended, `invalid_*` those that are not trained on (without a verdict, or filtered). Keys
 //! whose value is not defined (a correlation of constants, a mean over nothing) are left out; the counts
 //! beside them say why.
 
-use super::{samples::Samples, StageTimer, Trainer, TrainerConfig};
+use super::{critic::CriticUpdate, samples::Samples, StageTimer, Trainer, TrainerConfig};
 use crate::{
-    base::{PolicyVersion, StopReason},
+    base::PolicyVersion,
     train::{
-        algorithm::{correction::Correlation, CorrectionMetrics, ObjectiveSums, SequencePair},
+        algorithm::{
+            correction::{Correlation, ImportanceMetrics, RejectionMetrics},
+            value_loss::explained_variance,
+            CorrectionMetrics, ObjectiveSums, SequencePair,
+        },
         batch::TrainBatch,
     },
 };
@@ -36,6 +42,7 @@ pub(super) struct MetricsBuilder {
     step: u32,
     values: BTreeMap<String, f64>,
     updates: Vec<(ObjectiveSums, f64)>,
+    critic_updates: Vec<CriticUpdate>,
 }
 
 impl MetricsBuilder {
@@ -45,8 +52,9 @@ impl MetricsBuilder {
             step: batch.step,
             values: BTreeMap::new(),
             updates: Vec::new(),
+            critic_updates: Vec::new(),
         };
-        builder.add_trials(batch);
+        builder.add_trials(batch, samples);
         builder.add_lengths(samples, config);
         builder
     }
@@ -74,30 +82,29 @@ impl MetricsBuilder {
         self.put(format!("{prefix}/min"), min);
     }
 
-    fn add_trials(&mut self, batch: &TrainBatch) {
+    fn add_trials(&mut self, batch: &TrainBatch, samples: &Samples) {
         let trials: Vec<_> = batch.groups.iter().flat_map(|g| &g.trajectories).collect();
         let scores: Vec<f64> = trials.iter().map(|t| t.outcome.reward).collect();
         self.put_spread("critic/score", &scores);
-        // Rewards are the scores: no penalty is subtracted from them before the advantages.
-        self.put_spread("critic/rewards", &scores);
         let turns: Vec<f64> = trials.iter().map(|t| f64::from(t.turns)).collect();
         self.put_spread("num_turns", &turns);
 
         let dropped: Vec<_> = batch.groups.iter().flat_map(|g| &g.dropped).collect();
         self.put("trajectory/finished", trials.len() as f64);
         self.put("trajectory/dropped", dropped.len() as f64);
+        let invalid = (trials.len() - samples.trials.len() + dropped.len()) as f64;
+        let all = trials.len() + dropped.len();
+        self.put("trajectory_filter/invalid_count", invalid);
+        if all > 0 {
+            self.put("trajectory_filter/invalid_ratio", invalid / all as f64);
+        }
         for (_, reason) in dropped {
             self.count(format!("trajectory/dropped/{reason}"));
+            self.count(format!("trajectory_filter/reason/{reason}"));
         }
         for trial in &trials {
-            let stop = match trial.outcome.stop {
-                StopReason::AgentCompleted => "agent_completed",
-                StopReason::MaxTurnsReached => "max_turns_reached",
-                StopReason::Timeout => "timeout",
-                StopReason::Overlong => "overlong",
-                StopReason::AgentCrash => "agent_crash",
-            };
-            self.count(format!("trajectory/stop/{stop}"));
+            self.count(format!("trajectory/stop/{}", trial.outcome.stop));
+            self.count(format!("trajectory_filter/reason/{}", trial.outcome.stop));
         }
         let malformed: f64 = trials.iter().map(|t| f64::from(t.malformed_tool_calls)).sum();
         self.put("trajectory/malformed_tool_calls", malformed);
@@ -107,13 +114,7 @@ impl MetricsBuilder {
         self.put("trajectory/without_sampled_tokens", untrainable.count() as f64);
 
         let groups = &batch.groups;
-        let equal = |rewards: Vec<f64>| rewards.windows(2).all(|p| p[0] == p[1]);
-        let uninformative = groups
-            .iter()
-            .filter(|g| equal(g.trajectories.iter().map(|t| t.outcome.reward).collect()))
-            .count();
         self.put("group/count", groups.len() as f64);
-        self.put("group/without_advantage", uninformative as f64);
         let lags: Vec<f64> = groups
             .iter()
             .map(|g| f64::from(batch.step - 1) - f64::from(g.start_version.0))
@@ -137,14 +138,81 @@ impl MetricsBuilder {
                 cut.count() as f64 / responses.len() as f64,
             );
         }
-        let advantages: Vec<f64> = sequences
-            .iter()
-            .flat_map(|s| std::iter::repeat_n(s.advantage, s.sampled.len()))
-            .collect();
-        self.put_spread("critic/advantages", &advantages);
-        self.put("perf/sampled_tokens", advantages.len() as f64);
+        let sampled: usize = sequences.iter().map(|s| s.sampled.len()).sum();
+        self.put("perf/sampled_tokens", sampled as f64);
         let tokens: usize = sequences.iter().map(|s| s.ids.len()).sum();
         self.put("perf/total_num_tokens", tokens as f64);
+    }
+
+    /// Rewards after penalties, groups that offer no comparison, advantages, and what the critic predicts
+    /// and should predict.
+    pub(super) fn add_advantages(&mut self, batch: &TrainBatch, samples: &Samples) {
+        let of_group = |place: usize| -> Vec<f64> {
+            let members = samples.trials.iter().filter(|trial| trial.group == place);
+            members.map(|trial| trial.score).collect()
+        };
+        let uninformative = (0..batch.groups.len())
+            .filter(|place| of_group(*place).windows(2).all(|p| p[0] == p[1]))
+            .count();
+        self.put("group/without_advantage", uninformative as f64);
+        let scores: Vec<f64> = samples.trials.iter().map(|t| t.score).collect();
+        self.put_spread("critic/rewards", &scores);
+        let column = |of: fn(&super::samples::Sample) -> &Vec<f64>| -> Vec<f64> {
+            samples.sequences.iter().flat_map(of).copied().collect()
+        };
+        self.put_spread("critic/advantages", &column(|s| &s.advantages));
+        let (values, returns) = (column(|s| &s.values), column(|s| &s.returns));
+        self.put_spread("critic/values", &values);
+        self.put_spread("critic/returns", &returns);
+        if let Some(share) = explained_variance(&values, &returns) {
+            self.put("critic/vf_explained_var", share);
+        }
+    }
+
+    /// Mean divergence from the reference and the factor that it entered the rewards with.
+    pub(super) fn add_penalty(&mut self, kl: f64, coefficient: f64) {
+        self.put("actor/reward_kl_penalty", kl);
+        self.put("actor/reward_kl_penalty_coeff", coefficient);
+    }
+
+    /// Weights and rejections of the policy loss.
+    pub(super) fn add_correction(
+        &mut self,
+        importance: Option<&ImportanceMetrics>,
+        rejection: &RejectionMetrics,
+    ) {
+        for (key, value) in importance.iter().flat_map(|metrics| metrics.named()) {
+            self.put(key, value);
+        }
+        for (key, value) in rejection.named() {
+            self.put(key, value);
+        }
+    }
+
+    pub(super) fn add_critic_update(&mut self, update: CriticUpdate) {
+        self.critic_updates.push(update);
+    }
+
+    /// Means over the updates of the critic.
+    pub(super) fn finish_critic(&mut self, lr: f64, skipped_updates: u64) {
+        self.put("critic/lr", lr);
+        self.put("critic/skipped_updates", skipped_updates as f64);
+        let updates = std::mem::take(&mut self.critic_updates);
+        if updates.is_empty() {
+            return;
+        }
+        let mean =
+            |f: &dyn Fn(&CriticUpdate) -> f64| updates.iter().map(f).sum::<f64>() / updates.len() as f64;
+        let tokens = |u: &CriticUpdate| u.sums.tokens.max(1) as f64;
+        let values = [
+            ("critic/vf_loss", mean(&|u| u.sums.loss)),
+            ("critic/vf_clipfrac", mean(&|u| u.sums.clipped as f64 / tokens(u))),
+            ("critic/vpred_mean", mean(&|u| u.sums.prediction_sum / tokens(u))),
+            ("critic/grad_norm", mean(&|u| u.grad_norm)),
+        ];
+        for (key, value) in values {
+            self.put(key, value);
+        }
     }
 
     pub(super) fn add_update(&mut self, sums: &ObjectiveSums, grad_norm: f64) {

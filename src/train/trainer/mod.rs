@@ -1,8 +1,11 @@
 //! The trainer: a batch of trajectories in, one step of the weights out.
 //!
 //! ```text
-//! TrainBatch ─ samples ─► advantages, sampled tokens      (each trial once, dropped ones nowhere)
+//! TrainBatch ─ samples ─► sampled tokens of the trials that are trained on
+//!   where they are needed: log-probs before the update, those of the reference, the critic's predictions
+//!            ─ samples ─► advantages (each trial once), importance weights, rejected tokens
 //!            ─ packing ─► micro-batches of whole sequences within a token budget
+//!   the critic, where there is one: predictions, value loss, clip by global norm ─► AdamW     (critic)
 //!   for each micro-batch:
 //!     forward     block by block without gradients, keeping each block's input     (block_loop)
 //!     head        log-probs and entropies of the sampled tokens, in chunks         (head)
@@ -18,6 +21,9 @@
 //! pass of the same weights, so it is made once and the ratio is exactly 1 (instead of 1 up to the rounding
 //! of another packing); only the time differs.
 //!
+//! The correction for another sampling policy and the penalty in the reward need the old log-probabilities
+//! before the loss; with them the recomputation is always made.
+//!
 //! *Sequences that cannot move anything* (advantage exactly 0, no KL term, no entropy bonus) get their
 //! forward pass for the metrics and no backward pass; their gradient is zero.
 //!
@@ -25,6 +31,7 @@
 
 mod block_loop;
 mod config;
+mod critic;
 mod error;
 mod head;
 mod metrics;
@@ -33,7 +40,7 @@ mod packing;
 mod samples;
 mod state;
 
-pub use config::{BackwardMode, TrainerConfig};
+pub use config::{BackwardMode, CriticConfig, TrainerConfig};
 pub use error::TrainError;
 pub use metrics::StepMetrics;
 pub use optimizer::AdamWConfig;
@@ -41,26 +48,32 @@ pub use state::TrainerSnapshot;
 
 use self::{
     block_loop::{Gradients, Network, PackedBatch, TokenDerivatives},
+    critic::Critic,
     metrics::MetricsBuilder,
     optimizer::AdamW,
     packing::pack,
     samples::{Samples, TokenValues},
 };
 use super::{
-    algorithm::{ObjectiveScale, ObjectiveSums, SequenceDerivatives, SequencePair, SequenceTerms},
+    algorithm::{ObjectiveScale, ObjectiveSums, SequenceDerivatives, SequenceTerms},
     batch::TrainBatch,
 };
 use crate::{base::PolicyVersion, model::net::Policy};
-use std::time::Instant;
+use std::{borrow::Cow, time::Instant};
 
-/// The policy being trained, its optimizer, and the reference policy where the objective has a KL term.
+/// The policy being trained, its optimizer, the reference policy where something is measured against it,
+/// and the critic where the estimator reads one.
 pub struct Trainer {
     config: TrainerConfig,
     policy: Policy,
     reference: Option<Policy>,
+    critic: Option<Critic>,
     optimizer: AdamW,
     version: PolicyVersion,
     skipped_updates: u64,
+    critic_skipped_updates: u64,
+    /// Factor of the penalty in the reward in the next step.
+    kl_coefficient: f64,
     lr: f64,
 }
 
@@ -72,22 +85,33 @@ struct Update {
 }
 
 impl Trainer {
-    /// Starts at version 0 with fresh optimizer moments.
+    /// Starts at version 0 with fresh optimizer moments. Where the estimator reads a critic,
+    /// [`Trainer::with_critic`] must follow.
     pub fn new(config: TrainerConfig, policy: Policy, reference: Option<Policy>) -> Result<Self, TrainError> {
         config.check()?;
-        if config.objective.kl.is_some() && reference.is_none() {
+        if config.needs_reference() && reference.is_none() {
             return Err(TrainError::NoReference);
         }
         let optimizer = AdamW::new(config.optimizer, policy.parameters());
         Ok(Self {
+            kl_coefficient: config.kl_reward.map_or(0.0, |penalty| penalty.coefficient),
             config,
             policy,
             reference,
+            critic: None,
             optimizer,
             version: PolicyVersion(0),
             skipped_updates: 0,
+            critic_skipped_updates: 0,
             lr: 0.0,
         })
+    }
+
+    /// Adds a critic that starts as `trunk`, a copy of the starting policy, with a value head of zeros.
+    #[must_use]
+    pub fn with_critic(mut self, trunk: Policy) -> Self {
+        self.critic = Some(Critic::new(&self.config, trunk));
+        self
     }
 
     /// Steps that the weights have seen.
@@ -115,6 +139,9 @@ impl Trainer {
                 version: self.version,
             });
         }
+        if self.config.estimator.needs_critic() && self.critic.is_none() {
+            return Err(TrainError::NoCritic);
+        }
         let started = Instant::now();
         tch::set_num_threads(self.config.num_threads);
         self.lr = self.config.lr.rate(u64::from(batch.step));
@@ -122,36 +149,84 @@ impl Trainer {
         let mut samples = Samples::prepare(batch, &self.config, self.policy.config.vocab_size)?;
         let mut metrics = MetricsBuilder::new(batch, &samples, &self.config);
         let mut timer = StageTimer::default();
-        timer.lap("adv", started);
+        let actor_learns = self.critic.is_none() || batch.step > self.config.critic.warmup_steps;
 
         let one_update = self.config.ppo_epochs == 1 && samples.mini_batches().len() <= 1;
-        if !one_update {
+        if !(one_update && actor_learns) || self.config.needs_old_logprobs() {
             let begin = Instant::now();
             self.recompute_logprobs(&mut samples);
             timer.lap("old_log_prob", begin);
         }
-        if let Some(reference) = self
-            .reference
-            .as_ref()
-            .filter(|_| self.config.objective.kl.is_some())
-        {
+        if let Some(reference) = self.reference.as_ref().filter(|_| self.config.needs_reference()) {
             let begin = Instant::now();
             reference_logprobs(reference, &self.config, &mut samples);
             timer.lap("ref", begin);
         }
+        if let Some(critic) = &self.critic {
+            let begin = Instant::now();
+            critic.predict(&self.config, &mut samples);
+            timer.lap("values", begin);
+        }
 
         let begin = Instant::now();
-        for _ in 0..self.config.ppo_epochs {
-            for mini_batch in samples.mini_batches() {
-                let update = self.update(&mut samples, &mini_batch, &mut timer);
-                metrics.add_update(&update.sums, update.grad_norm);
+        self.penalise(&mut samples, &mut metrics);
+        samples.assign_advantages(&self.config.estimator);
+        metrics.add_advantages(batch, &samples);
+        let (importance, rejection) = samples.correct(&self.config);
+        timer.lap("adv", begin);
+
+        self.update_critic(batch.step, &samples, &mut metrics, &mut timer);
+        if actor_learns {
+            let begin = Instant::now();
+            for _ in 0..self.config.ppo_epochs {
+                for mini_batch in samples.mini_batches() {
+                    let update = self.update(&mut samples, &mini_batch, &mut timer);
+                    metrics.add_update(&update.sums, update.grad_norm);
+                }
             }
+            timer.lap("update_actor", begin);
         }
-        timer.lap("update_actor", begin);
 
         self.version = PolicyVersion(batch.step);
         metrics.add_policy_distance(&samples, batch.step - 1);
+        metrics.add_correction(importance.as_ref(), &rejection);
         Ok(metrics.finish(self, &samples, &timer, started.elapsed()))
+    }
+
+    /// Subtracts the divergence from the reference from the rewards, and sets its factor for the next step.
+    fn penalise(&mut self, samples: &mut Samples, metrics: &mut MetricsBuilder) {
+        let Some(penalty) = self.config.kl_reward else {
+            return;
+        };
+        let coefficient = self.kl_coefficient;
+        if let Some(kl) = samples.penalise(&penalty, coefficient) {
+            metrics.add_penalty(kl, coefficient);
+            self.kl_coefficient = penalty.next_coefficient(coefficient, kl, samples.trials.len());
+        }
+    }
+
+    /// Passes over the mini-batches as the policy's, against the returns of the predictions before them.
+    fn update_critic(
+        &mut self,
+        step: u32,
+        samples: &Samples,
+        metrics: &mut MetricsBuilder,
+        timer: &mut StageTimer,
+    ) {
+        let Some(critic) = &mut self.critic else {
+            return;
+        };
+        let begin = Instant::now();
+        let lr = self.config.critic.lr.rate(u64::from(step));
+        for _ in 0..self.config.ppo_epochs {
+            for mini_batch in samples.mini_batches() {
+                let update = critic.update(&self.config, samples, &mini_batch, lr);
+                self.critic_skipped_updates += u64::from(update.skipped);
+                metrics.add_critic_update(update);
+            }
+        }
+        metrics.finish_critic(lr, self.critic_skipped_updates);
+        timer.lap("update_critic", begin);
     }
 
     /// Log-probabilities of all sequences under the policy before the first update.
@@ -190,16 +265,19 @@ impl Trainer {
         mini_batch: &[usize],
         timer: &mut StageTimer,
     ) -> (Gradients, ObjectiveSums) {
-        let shapes: Vec<_> = mini_batch.iter().map(|&i| samples.sequences[i].shape()).collect();
+        let shapes: Vec<_> = mini_batch
+            .iter()
+            .map(|&i| samples.sequences[i].kept_shape())
+            .collect();
         let scale = ObjectiveScale::new(self.config.objective.aggregation, &shapes);
         let mut sums = ObjectiveSums::default();
-        let mut gradients = Gradients::zeros(&self.policy);
+        let mut gradients = Gradients::zeros(self.policy.parameters());
         let network = Network::new(&self.policy, &self.config);
 
         // Places within the mini-batch, which is what `scale` is indexed by.
         let is_inert = |place: &usize| {
             self.config
-                .is_inert(samples.sequences[mini_batch[*place]].advantage)
+                .is_inert(&samples.sequences[mini_batch[*place]].advantages)
         };
         let (inert, live): (Vec<usize>, Vec<usize>) = (0..mini_batch.len()).partition(is_inert);
         for (places, learns) in [(live, true), (inert, false)] {
@@ -249,9 +327,15 @@ fn reference_logprobs(reference: &Policy, config: &TrainerConfig, samples: &mut 
 }
 
 impl TrainerConfig {
-    /// True when a sequence with this advantage has no gradient whatever its log-probabilities are.
-    fn is_inert(&self, advantage: f64) -> bool {
-        advantage == 0.0 && self.objective.kl.is_none() && self.objective.entropy_coefficient == 0.0
+    /// True when a step needs the log-probabilities of the policy before its first loss.
+    fn needs_old_logprobs(&self) -> bool {
+        self.kl_reward.is_some() || self.importance.is_some() || self.rejection.is_some()
+    }
+
+    /// True when a sequence with these advantages has no gradient whatever its log-probabilities are.
+    fn is_inert(&self, advantages: &[f64]) -> bool {
+        let only_advantages = self.objective.kl.is_none() && self.objective.entropy_coefficient == 0.0;
+        only_advantages && advantages.iter().all(|a| *a == 0.0)
     }
 
     /// Derivatives of the objective for one sequence. Where the old log-probabilities were not computed
@@ -272,22 +356,36 @@ impl TrainerConfig {
         } else {
             &*training
         };
-        let weights = self.importance.map(|importance| {
-            importance.weights(SequencePair {
-                rollout: &sample.rollout_logprobs,
-                training,
-            })
-        });
+        let importance = Some(&sample.importance[..]).filter(|weights| !weights.is_empty());
+        let importance = importance.map(|weights| kept(weights, &sample.keep));
+        let reference = sample
+            .reference_logprobs
+            .as_deref()
+            .map(|r| kept(r, &sample.keep));
         let terms = SequenceTerms {
-            logprobs: &value.logprobs,
-            old_logprobs: old,
-            reference_logprobs: sample.reference_logprobs.as_deref(),
-            entropies: &value.entropies,
-            advantages: &vec![sample.advantage; value.logprobs.len()],
-            importance_weights: weights.as_deref(),
+            logprobs: &kept(&value.logprobs, &sample.keep),
+            old_logprobs: &kept(old, &sample.keep),
+            reference_logprobs: reference.as_deref(),
+            entropies: &kept(&value.entropies, &sample.keep),
+            advantages: &kept(&sample.advantages, &sample.keep),
+            importance_weights: importance.as_deref(),
         };
-        self.objective.evaluate(&terms, scale, place, sums)
+        let derivatives = self.objective.evaluate(&terms, scale, place, sums);
+        if sample.keep.is_empty() {
+            derivatives
+        } else {
+            derivatives.scattered(&sample.keep)
+        }
     }
+}
+
+/// The numbers of the tokens that are not rejected; all of them where nothing was.
+fn kept<'a>(column: &'a [f64], keep: &[bool]) -> Cow<'a, [f64]> {
+    if keep.is_empty() {
+        return Cow::Borrowed(column);
+    }
+    let pairs = column.iter().zip(keep);
+    pairs.filter(|(_, keep)| **keep).map(|(x, _)| *x).collect()
 }
 
 /// Seconds by stage, summed over micro-batches.

@@ -3,7 +3,7 @@
 use super::{TrainError, Trainer};
 use crate::{
     base::{PolicyVersion, WeightTensor},
-    train::checkpoint::TrainerProgress,
+    train::checkpoint::{CriticState, TrainerProgress},
 };
 
 /// Copies of everything that the next step depends on.
@@ -13,6 +13,8 @@ pub struct TrainerSnapshot {
     pub actor: Vec<WeightTensor>,
     /// Optimizer moments.
     pub optimizer: Vec<WeightTensor>,
+    /// Weights and moments of the critic, where there is one.
+    pub critic: Option<CriticState>,
     /// Counters.
     pub progress: TrainerProgress,
     /// Version of the weights.
@@ -26,26 +28,48 @@ impl Trainer {
         TrainerSnapshot {
             actor: self.policy.export(),
             optimizer: self.optimizer.export(),
+            critic: self.critic.as_ref().map(|critic| critic.export()),
             progress: TrainerProgress {
                 optimizer_updates: self.optimizer.updates(),
                 skipped_updates: self.skipped_updates,
                 lr: self.lr,
+                critic_updates: self.critic.as_ref().map_or(0, |critic| critic.updates()),
+                critic_skipped_updates: self.critic_skipped_updates,
+                kl_coefficient: self.config.kl_reward.map(|_| self.kl_coefficient),
             },
             version: self.version,
         }
     }
 
     /// Continues from a saved state: the next step gives bit for bit what it would have given then.
-    /// Nothing changes unless all tensors fit.
+    /// Nothing changes unless all tensors fit. The critic of a trainer that has none is passed over.
     pub fn load_state(
         &mut self,
         actor: &[WeightTensor],
         optimizer: &[WeightTensor],
+        critic: Option<&CriticState>,
         progress: TrainerProgress,
         version: PolicyVersion,
     ) -> Result<(), TrainError> {
+        let saved_critic = match (&self.critic, critic) {
+            (Some(ours), Some(saved)) => Some(ours.read(saved)?),
+            (Some(_), None) => return Err(TrainError::NoSavedCritic),
+            (None, _) => None,
+        };
         let moments = self.optimizer.read(optimizer)?;
         self.policy.copy_from(actor)?;
+        if let (Some(ours), Some(saved)) = (&mut self.critic, saved_critic) {
+            ours.restore(saved, progress.critic_updates);
+        }
+        self.critic_skipped_updates = progress.critic_skipped_updates;
+        // A fixed factor is the setting's, also when it was changed between attempts.
+        let adapts = self
+            .config
+            .kl_reward
+            .is_some_and(|penalty| penalty.adaptive.is_some());
+        if let Some(coefficient) = progress.kl_coefficient.filter(|_| adapts) {
+            self.kl_coefficient = coefficient;
+        }
         self.optimizer.restore(moments, progress.optimizer_updates);
         self.skipped_updates = progress.skipped_updates;
         self.lr = progress.lr;

@@ -8,13 +8,18 @@ use crate::{
     },
     model::hf::ModelConfig,
     train::{
-        algorithm::{Aggregation, KlEstimator, KlLoss, LrSchedule, Objective, PolicyLoss},
+        algorithm::{
+            AdvantageEstimator, Aggregation, KlEstimator, KlLoss, LrSchedule, Objective, PolicyLoss,
+            TrajectoryFilter,
+        },
         batch::TrainGroup,
     },
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{no_grad, Device, Kind, Tensor};
+
+mod algorithms;
 
 const VOCAB: usize = 29;
 
@@ -44,7 +49,10 @@ fn config() -> TrainerConfig {
             kl: None,
             entropy_coefficient: 0.0,
         },
-        norm_adv_by_std: true,
+        estimator: AdvantageEstimator::Grpo { divide_by_std: true },
+        critic: CriticConfig::default(),
+        kl_reward: None,
+        filter: TrajectoryFilter::default(),
         temperature: 1.0,
         mini_batch_groups: 100,
         ppo_epochs: 1,
@@ -52,6 +60,7 @@ fn config() -> TrainerConfig {
         head_chunk_tokens: 7,
         bypass_old_logprobs: false,
         importance: None,
+        rejection: None,
         optimizer: AdamWConfig::default(),
         lr: LrSchedule::constant(1e-3),
         max_grad_norm: 1.0,
@@ -151,8 +160,13 @@ fn batch(seed: u64, groups: u64) -> TrainBatch {
     TrainBatch { step: 1, groups }
 }
 
+/// With the advantages of estimators that need no critic.
 fn samples(batch: &TrainBatch, config: &TrainerConfig) -> Samples {
-    Samples::prepare(batch, config, VOCAB).unwrap()
+    let mut samples = Samples::prepare(batch, config, VOCAB).unwrap();
+    if !config.estimator.needs_critic() {
+        samples.assign_advantages(&config.estimator);
+    }
+    samples
 }
 
 /// Gradients of a trainer for the first mini-batch, against old log-probabilities away from the current.
@@ -502,7 +516,13 @@ fn resuming_is_bit_identical() {
     drop(first);
     let mut second = new();
     second
-        .load_state(&saved.actor, &saved.optimizer, saved.progress, saved.version)
+        .load_state(
+            &saved.actor,
+            &saved.optimizer,
+            None,
+            saved.progress,
+            saved.version,
+        )
         .unwrap();
     let metrics: Vec<_> = batches[1..].iter().map(|b| second.step(b).unwrap()).collect();
     let (want, got) = (straight.save_state(), second.save_state());
@@ -522,7 +542,7 @@ fn resuming_is_bit_identical() {
 #[test]
 fn a_gradient_that_is_not_finite_is_skipped_and_counted() {
     let mut config = config();
-    config.norm_adv_by_std = false;
+    config.estimator = AdvantageEstimator::Grpo { divide_by_std: false };
     let mut trainer = Trainer::new(config, model(1, 0.2, true), None).unwrap();
     let before = trainer.save_state();
     let mut bad = batch(40, 1);
@@ -750,6 +770,7 @@ fn a_checkpoint_on_disk_loads_as_a_policy_and_resumes() {
             export: saved.actor.clone(),
             actor: saved.actor.clone(),
             optimizer: saved.optimizer.clone(),
+            critic: None,
             state: RunState {
                 global_step: 1,
                 weight_version: saved.version,
@@ -778,6 +799,7 @@ fn a_checkpoint_on_disk_loads_as_a_policy_and_resumes() {
         .load_state(
             &read.actor,
             &read.optimizer,
+            None,
             read.state.trainer,
             read.state.weight_version,
         )
@@ -803,13 +825,20 @@ fn a_state_of_another_model_is_refused_and_changes_nothing() {
         .save_state();
     other.version = PolicyVersion(9);
     let error = trainer
-        .load_state(&other.actor, &other.optimizer, other.progress, other.version)
+        .load_state(
+            &other.actor,
+            &other.optimizer,
+            None,
+            other.progress,
+            other.version,
+        )
         .unwrap_err();
     assert!(error.to_string().contains("lm_head.weight"), "{error}");
     let error = trainer
         .load_state(
             &other.actor[..other.actor.len() - 1],
             &[],
+            None,
             other.progress,
             other.version,
         )

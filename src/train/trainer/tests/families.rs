@@ -154,8 +154,9 @@ fn a_step_raises_what_was_rewarded_and_resumes() {
         let rewarded = |trainer: &Trainer| {
             let mut samples = samples(&batch, &trainer.config);
             trainer.recompute_logprobs(&mut samples);
-            let weigh =
-                |s: &samples::Sample| s.advantage * s.training_logprobs.as_ref().unwrap().iter().sum::<f64>();
+            let weigh = |s: &samples::Sample| {
+                s.advantages[0] * s.training_logprobs.as_ref().unwrap().iter().sum::<f64>()
+            };
             samples.sequences.iter().map(weigh).sum::<f64>()
         };
         let before = rewarded(&trainer);
@@ -165,7 +166,13 @@ fn a_step_raises_what_was_rewarded_and_resumes() {
         let saved = trainer.save_state();
         let mut other = Trainer::new(config, load(name), None).unwrap();
         other
-            .load_state(&saved.actor, &saved.optimizer, saved.progress, saved.version)
+            .load_state(
+                &saved.actor,
+                &saved.optimizer,
+                None,
+                saved.progress,
+                saved.version,
+            )
             .unwrap();
         assert_eq!(rewarded(&other), after);
     }

@@ -9,16 +9,16 @@
 //! is the variant of Liu et al. 2025 ("Understanding R1-Zero-Like Training", Dr. GRPO), which does not
 //! favour groups of little spread.
 //!
-//! Invariant: a trial counts once in its group, however many token sequences it left; all of them share
-//! its advantage. A trial without a verdict is not among the rewards. A group that offers no comparison
-//! (fewer than two rewards, or all equal) has advantages that are exactly zero.
+//! A group that offers no comparison (fewer than two rewards, or all equal) has advantages that are
+//! exactly zero.
+
+use super::no_comparison;
 
 const EPSILON: f64 = 1e-6;
 
 /// Advantages of one group, in the order of `rewards` (one per trial with a verdict).
-pub fn grpo_advantages(rewards: &[f64], divide_by_std: bool) -> Vec<f64> {
-    let all_equal = rewards.windows(2).all(|pair| pair[0] == pair[1]);
-    if rewards.len() < 2 || all_equal {
+pub fn advantages(rewards: &[f64], divide_by_std: bool) -> Vec<f64> {
+    if no_comparison(rewards) {
         // Said outright: rounding in the mean would leave a residue that the division by 1e-6 enlarges.
         return vec![0.0; rewards.len()];
     }
@@ -50,7 +50,7 @@ mod tests {
         // mean 1/4, deviations (3/4, -1/4 ×3), variance (9 + 3)/16 / 3 = 1/4, std 1/2.
         let want_std = 0.5 + 1e-6;
         assert_close(
-            &grpo_advantages(&[1.0, 0.0, 0.0, 0.0], true),
+            &advantages(&[1.0, 0.0, 0.0, 0.0], true),
             &[
                 0.75 / want_std,
                 -0.25 / want_std,
@@ -59,7 +59,7 @@ mod tests {
             ],
         );
         assert_close(
-            &grpo_advantages(&[1.0, 0.0, 0.0, 0.0], false),
+            &advantages(&[1.0, 0.0, 0.0, 0.0], false),
             &[0.75, -0.25, -0.25, -0.25],
         );
     }
@@ -68,13 +68,13 @@ mod tests {
     fn two_rewards() {
         // std of (1, 3) with divisor 1 is sqrt(2).
         let a = 1.0 / (2f64.sqrt() + 1e-6);
-        assert_close(&grpo_advantages(&[1.0, 3.0], true), &[-a, a]);
+        assert_close(&advantages(&[1.0, 3.0], true), &[-a, a]);
     }
 
     #[test]
     fn nothing_to_compare_is_exactly_zero() {
-        assert_eq!(grpo_advantages(&[], true), Vec::<f64>::new());
-        assert_eq!(grpo_advantages(&[1.0], true), [0.0]);
-        assert_eq!(grpo_advantages(&[0.1, 0.1, 0.1], true), [0.0; 3]);
+        assert_eq!(advantages(&[], true), Vec::<f64>::new());
+        assert_eq!(advantages(&[1.0], true), [0.0]);
+        assert_eq!(advantages(&[0.1, 0.1, 0.1], true), [0.0; 3]);
     }
 }

@@ -1,9 +1,4 @@
-//! How far the policy that sampled is from the policy that is trained.
-//!
-//! The engine's log-probabilities (`rollout`) differ from the trainer's recomputation (`old`): by
-//! rounding where the weights are the same, by real change where tokens are stale. Metrics and names are
-//! verl's (`rollout_corr_helper`); background: Yao et al. 2025 ("Your Efficient RL Framework Secretly
-//! Brings You Off-Policy RL Training"), Liu et al. 2025 ("When Speed Kills Stability").
+//! Distance between the policy that sampled and the policy that is trained.
 //!
 //! With `r = old − rollout` per token, clamped to ±20 inside exponentials, and `n` tokens in all:
 //!
@@ -13,18 +8,40 @@
 //! - `chi2_token` = mean of `exp(2r)` − 1; `chi2_seq` = mean over sequences of `exp(2 Σ r)` − 1
 //! - effective sample size of the token weights `w = exp(r)`: `1 / mean((w / mean w)²)`
 //!
-//! [`TruncatedImportance`] turns the same ratio into factors of the policy loss.
+//! They are of tokens and sequences as such: the shares of a trial's sequences do not weigh them, because
+//! they look at the two programs, not at the trial.
 
-/// Sampled tokens of one sequence under both policies. Slices of the same length.
-#[derive(Clone, Copy, Debug)]
-pub struct SequencePair<'a> {
-    /// As recorded by the engine.
-    pub rollout: &'a [f64],
-    /// As recomputed by the trainer before the update.
-    pub training: &'a [f64],
+use super::{limited, SequencePair};
+
+/// Quantiles over sequences, by linear interpolation between neighbours. A mean hides the few sequences that
+/// the policy can no longer produce; the tail shows them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Quantiles {
+    /// Median.
+    pub p50: f64,
+    /// Nine in ten are below.
+    pub p90: f64,
+    /// Ninety-nine in a hundred are below.
+    pub p99: f64,
 }
 
-const LOG_RATIO_LIMIT: f64 = 20.0;
+impl Quantiles {
+    /// Of at least one value.
+    fn of(mut values: Vec<f64>) -> Self {
+        values.sort_by(f64::total_cmp);
+        let at = |share: f64| {
+            let place = share * (values.len() - 1) as f64;
+            let (low, rest) = (place.floor() as usize, place.fract());
+            let high = (low + 1).min(values.len() - 1);
+            values[low] + rest * (values[high] - values[low])
+        };
+        Self {
+            p50: at(0.5),
+            p90: at(0.9),
+            p99: at(0.99),
+        }
+    }
+}
 
 /// Distances over a batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -63,6 +80,16 @@ pub struct CorrectionMetrics {
     pub is_min: f64,
     /// Effective sample size of the token ratios, in (0, 1].
     pub is_eff_sample_size: f64,
+    /// Distribution of the log perplexity under the trainer.
+    pub training_log_ppl_quantiles: Quantiles,
+    /// Distribution of the difference of log perplexities.
+    pub log_ppl_diff_quantiles: Quantiles,
+    /// Share of sequences whose difference is above 1.
+    pub log_ppl_diff_gt1: f64,
+    /// Share of sequences whose difference is above 2.
+    pub log_ppl_diff_gt2: f64,
+    /// Distribution of `2 Σ r`.
+    pub log_chi2_seq_quantiles: Quantiles,
 }
 
 impl CorrectionMetrics {
@@ -88,8 +115,14 @@ impl CorrectionMetrics {
             is_max: f64::NEG_INFINITY,
             is_min: f64::INFINITY,
             is_eff_sample_size: 0.0,
+            training_log_ppl_quantiles: Quantiles::default(),
+            log_ppl_diff_quantiles: Quantiles::default(),
+            log_ppl_diff_gt1: 0.0,
+            log_ppl_diff_gt2: 0.0,
+            log_chi2_seq_quantiles: Quantiles::default(),
         };
         let mut square_sum = 0.0;
+        let (mut log_ppls, mut differences, mut log_chi2s) = (Vec::new(), Vec::new(), Vec::new());
         for sequence in sequences {
             if sequence.rollout.is_empty() {
                 continue;
@@ -98,7 +131,7 @@ impl CorrectionMetrics {
             let mut ratio_sum = 0.0;
             for (rollout, training) in sequence.rollout.iter().zip(sequence.training) {
                 let r = training - rollout;
-                let weight = r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp();
+                let weight = limited(r).exp();
                 m.kl -= r;
                 m.k3_kl += weight - r - 1.0;
                 m.is_mean += weight;
@@ -119,7 +152,13 @@ impl CorrectionMetrics {
             m.log_ppl_diff_max = m.log_ppl_diff_max.max(difference);
             m.log_ppl_diff_min = m.log_ppl_diff_min.min(difference);
             m.ppl_ratio += difference.exp();
-            m.chi2_seq += (2.0 * ratio_sum.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp();
+            let log_chi2 = 2.0 * limited(ratio_sum);
+            m.chi2_seq += log_chi2.exp();
+            m.log_ppl_diff_gt1 += f64::from(difference > 1.0);
+            m.log_ppl_diff_gt2 += f64::from(difference > 2.0);
+            log_ppls.push(training_log_ppl);
+            differences.push(difference);
+            log_chi2s.push(log_chi2);
             tokens += count;
             rows += 1.0;
         }
@@ -138,17 +177,22 @@ impl CorrectionMetrics {
             &mut m.log_ppl_abs_diff,
             &mut m.ppl_ratio,
             &mut m.chi2_seq,
+            &mut m.log_ppl_diff_gt1,
+            &mut m.log_ppl_diff_gt2,
         ] {
             *by_sequence /= rows;
         }
         m.chi2_seq -= 1.0;
         m.chi2_token = square_sum / tokens - 1.0;
         m.is_eff_sample_size = m.is_mean * m.is_mean / (square_sum / tokens);
+        m.training_log_ppl_quantiles = Quantiles::of(log_ppls);
+        m.log_ppl_diff_quantiles = Quantiles::of(differences);
+        m.log_chi2_seq_quantiles = Quantiles::of(log_chi2s);
         Some(m)
     }
 
     /// The metrics under verl's keys.
-    pub fn named(&self) -> [(&'static str, f64); 17] {
+    pub fn named(&self) -> [(&'static str, f64); 28] {
         [
             ("rollout_corr/kl", self.kl),
             ("rollout_corr/k3_kl", self.k3_kl),
@@ -167,75 +211,27 @@ impl CorrectionMetrics {
             ("rollout_corr/rollout_is_max", self.is_max),
             ("rollout_corr/rollout_is_min", self.is_min),
             ("rollout_corr/rollout_is_eff_sample_size", self.is_eff_sample_size),
+            (
+                "rollout_corr/training_log_ppl_p50",
+                self.training_log_ppl_quantiles.p50,
+            ),
+            (
+                "rollout_corr/training_log_ppl_p90",
+                self.training_log_ppl_quantiles.p90,
+            ),
+            (
+                "rollout_corr/training_log_ppl_p99",
+                self.training_log_ppl_quantiles.p99,
+            ),
+            ("rollout_corr/log_ppl_diff_p50", self.log_ppl_diff_quantiles.p50),
+            ("rollout_corr/log_ppl_diff_p90", self.log_ppl_diff_quantiles.p90),
+            ("rollout_corr/log_ppl_diff_p99", self.log_ppl_diff_quantiles.p99),
+            ("rollout_corr/log_ppl_diff_gt1_frac", self.log_ppl_diff_gt1),
+            ("rollout_corr/log_ppl_diff_gt2_frac", self.log_ppl_diff_gt2),
+            ("rollout_corr/log_chi2_seq_p50", self.log_chi2_seq_quantiles.p50),
+            ("rollout_corr/log_chi2_seq_p90", self.log_chi2_seq_quantiles.p90),
+            ("rollout_corr/log_chi2_seq_p99", self.log_chi2_seq_quantiles.p99),
         ]
-    }
-}
-
-/// Level of the ratio that corrects the policy loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImportanceLevel {
-    /// Each token has its own ratio.
-    Token,
-    /// The product of the ratios, for the whole sequence.
-    Sequence,
-}
-
-/// Truncated importance weights: `min(exp(clamp(old − rollout, ±20)), threshold)`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TruncatedImportance {
-    /// Token or sequence.
-    pub level: ImportanceLevel,
-    /// Upper bound of a weight.
-    pub threshold: f64,
-}
-
-impl TruncatedImportance {
-    /// One weight per token.
-    pub fn weights(&self, pair: SequencePair<'_>) -> Vec<f64> {
-        let cut = |r: f64| {
-            r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-                .exp()
-                .min(self.threshold)
-        };
-        let ratios = pair.training.iter().zip(pair.rollout).map(|(t, r)| t - r);
-        match self.level {
-            ImportanceLevel::Token => ratios.map(cut).collect(),
-            ImportanceLevel::Sequence => vec![cut(ratios.sum()); pair.rollout.len()],
-        }
-    }
-}
-
-/// Pearson correlation of pairs, accumulated in f64 around a running mean; verl's
-/// `rollout_actor_probs_pearson_corr` over probabilities.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Correlation {
-    count: f64,
-    mean: (f64, f64),
-    square: (f64, f64),
-    product: f64,
-}
-
-impl Correlation {
-    /// Adds a pair.
-    pub fn add(&mut self, x: f64, y: f64) {
-        self.count += 1.0;
-        let (dx, dy) = (x - self.mean.0, y - self.mean.1);
-        self.mean.0 += dx / self.count;
-        self.mean.1 += dy / self.count;
-        self.square.0 += dx * (x - self.mean.0);
-        self.square.1 += dy * (y - self.mean.1);
-        self.product += dx * (y - self.mean.1);
-    }
-
-    /// Pairs so far.
-    pub fn count(&self) -> u64 {
-        self.count as u64
-    }
-
-    /// The coefficient; `None` where it is not defined (fewer than two pairs, or one side constant).
-    pub fn coefficient(&self) -> Option<f64> {
-        let scale = (self.square.0 * self.square.1).sqrt();
-        (self.count >= 2.0 && scale > 0.0).then(|| self.product / scale)
     }
 }
 
@@ -290,45 +286,14 @@ mod tests {
         close(m.is_mean, 1.5);
         // 1 / mean((w/1.5)²) with w = 2, 1/2, 2
         close(m.is_eff_sample_size, 2.25 / (8.25 / 3.0));
+        // 2 Σ r is 0 and 2 ln 2; quantiles lie on the line between them.
+        close(m.log_chi2_seq_quantiles.p50, ln2);
+        close(m.log_chi2_seq_quantiles.p90, 1.8 * ln2);
+        close(m.log_ppl_diff_gt1, 0.0);
     }
 
     #[test]
     fn nothing_sampled_has_no_metrics() {
         assert_eq!(CorrectionMetrics::of([]), None);
-    }
-
-    #[test]
-    fn weights_are_truncated_by_token_and_by_sequence() {
-        let pair = SequencePair {
-            rollout: &[-2.0, -2.0],
-            training: &[-2.0 + 3f64.ln(), -2.0 - 2f64.ln()],
-        };
-        let by = |level| {
-            TruncatedImportance {
-                level,
-                threshold: 2.0,
-            }
-            .weights(pair)
-        };
-        let token = by(ImportanceLevel::Token);
-        assert!((token[0] - 2.0).abs() < 1e-12 && (token[1] - 0.5).abs() < 1e-12);
-        let sequence = by(ImportanceLevel::Sequence);
-        assert!(sequence.iter().all(|w| (w - 1.5).abs() < 1e-12));
-    }
-
-    #[test]
-    fn correlation_by_hand() {
-        let mut c = Correlation::default();
-        assert_eq!(c.coefficient(), None);
-        for (x, y) in [(1.0, 2.0), (2.0, 1.0), (3.0, 4.0), (4.0, 3.0)] {
-            c.add(x, y);
-        }
-        // Deviations (-1.5,-.5,.5,1.5) and (-.5,-1.5,1.5,.5): products 3, squares 5 and 5.
-        assert!((c.coefficient().unwrap() - 0.6).abs() < 1e-12);
-        assert_eq!(c.count(), 4);
-        let mut constant = Correlation::default();
-        constant.add(1.0, 2.0);
-        constant.add(1.0, 3.0);
-        assert_eq!(constant.coefficient(), None);
     }
 }
