@@ -31,7 +31,7 @@ test: setup-test ## every test that fits in 15 minutes on a built tree
 test-long: setup-test ## the whole list: three seeds, twenty kills, full Slurm runs, references from Python
 	@tests/run.sh long
 
-test-cluster: setup-test ## only the tests on a real Slurm
+test-cluster: setup-test ## only the tests on a real Slurm and a real Kubernetes API server
 	@tests/run.sh cluster
 
 lint: setup      ## rustfmt and clippy, warnings are errors

@@ -31,7 +31,7 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     let checks = preflight::check(&loaded.settings, Some(&facts));
     let rows = live::probe(&loaded.settings, &facts);
     let safe = is_safe(&checks, &rows);
-    let steps = next_steps(&loaded, &checks, &rows);
+    let steps = next_steps(&loaded, &checks, &rows, &args.config.to_words());
     if args.json {
         super::print(&format!("{:#}\n", to_json(&loaded, &checks, &rows, safe, &steps)));
     } else {
@@ -77,7 +77,7 @@ fn verdict(safe: bool, steps: &[String]) -> String {
 }
 
 /// What to do, most urgent first.
-fn next_steps(loaded: &Loaded, checks: &Report, rows: &[Row]) -> Vec<String> {
+fn next_steps(loaded: &Loaded, checks: &Report, rows: &[Row], arguments: &[String]) -> Vec<String> {
     let mut steps = Vec::new();
     // One step a rule: several findings of one rule have one fix.
     for wanted in [Verdict::Fatal, Verdict::Warn] {
@@ -108,18 +108,20 @@ fn next_steps(loaded: &Loaded, checks: &Report, rows: &[Row]) -> Vec<String> {
         }
     }
     if is_safe(checks, rows) {
-        steps.push(format!("start it: {}", launch_line(&loaded.settings)));
+        steps.push(format!("start it: {}", launch_line(&loaded.settings, arguments)));
     } else {
         steps.push("run this check again".to_owned());
     }
     steps
 }
 
-fn launch_line(s: &Settings) -> String {
-    let config = s.run.config_path.display();
-    match s.world_size() {
-        1 => format!("legorl-rank {config}"),
-        ranks => format!("srun --mpi=pmix -n {ranks} legorl-rank {config}"),
+/// The command that was checked, with all that it was given.
+fn launch_line(s: &Settings, arguments: &[String]) -> String {
+    let words = super::dry_run::words(s, arguments);
+    match (s.world_size(), std::env::var_os("SLURM_JOB_ID").is_some()) {
+        (1, _) => format!("legorl-rank {words}"),
+        (ranks, true) => format!("srun --mpi=pmix -n {ranks} legorl-rank {words}"),
+        (ranks, false) => format!("mpirun -n {ranks} legorl-rank {words}"),
     }
 }
 

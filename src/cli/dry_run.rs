@@ -4,7 +4,7 @@ use crate::{
     config::{
         show,
         values::{RunKind, TrainingMode},
-        Loaded,
+        Loaded, Settings,
     },
     rank::roles::RoleMap,
 };
@@ -27,14 +27,19 @@ pub fn text(loaded: &Loaded, arguments: &[String]) -> String {
     out
 }
 
+/// Run config and flags as a shell reads them.
+pub(super) fn words(s: &Settings, arguments: &[String]) -> String {
+    let mut words = vec![s.run.config_path.display().to_string()];
+    words.extend(arguments.iter().cloned());
+    let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+    words.join(" ")
+}
+
 /// The line for `sbatch`, and the step that it starts.
 fn launch(loaded: &Loaded, arguments: &[String]) -> String {
     let s = &loaded.settings;
     let t = &s.topology;
-    let mut words = vec![s.run.config_path.display().to_string()];
-    words.extend(arguments.iter().cloned());
-    let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
-    let words = words.join(" ");
+    let words = words(s, arguments);
     if s.run.kind != RunKind::Train {
         return format!("legorl-rank {} {words}   (not in this version)\n", s.run.kind);
     }

@@ -24,7 +24,9 @@ impl Style {
     pub fn of_stdout() -> Self {
         use std::io::IsTerminal;
         let refused = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
-            || std::env::var_os("TERM").is_some_and(|v| v == "dumb");
+            || std::env::var_os("TERM").is_some_and(|v| v == "dumb")
+            // mpirun gives its ranks a terminal of their own, wherever their output goes.
+            || std::env::var_os("OMPI_COMM_WORLD_RANK").is_some();
         Self {
             colour: !refused && std::io::stdout().is_terminal(),
         }

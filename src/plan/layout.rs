@@ -6,7 +6,10 @@
 //! | `veomni`, `megatron` | f32 sharded over the trainer ranks, bf16 computation | whole: their loss is not fused |
 
 use super::memory::{Backward, EnginePlan, TrainPlan};
-use crate::config::{values::ModelEngine, Settings};
+use crate::config::{
+    values::{AdvEstimator, ModelEngine},
+    Settings,
+};
 
 /// Rows of logits that the native trainer holds at a time.
 const HEAD_ROWS: u64 = 2048;
@@ -28,6 +31,11 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
         moment_bytes: 8,
         master_bytes: 0,
         reference_bytes: 0,
+        critic_bytes: if s.algorithm.adv_estimator == AdvEstimator::Gae {
+            4 + 4 + 8
+        } else {
+            0
+        },
         compute_bytes: 2,
         tokens,
         kept_blocks,
@@ -38,7 +46,11 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
     match s.run.model_engine {
         ModelEngine::Fsdp => TrainPlan {
             shards: 1,
-            reference_bytes: if s.algorithm.use_kl_loss { 4 } else { 0 },
+            reference_bytes: if s.algorithm.use_kl_loss || s.algorithm.kl_reward.is_some() {
+                4
+            } else {
+                0
+            },
             compute_bytes: 4,
             head_rows: HEAD_ROWS,
             ..whole

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | weights, master copy, gradients, moments | parameters x bytes of each / R |
 //! | reference | parameters x bytes of a weight / R, where a frozen policy stays on the device |
+//! | critic | parameters x (weight, gradient and moments) / R, under ADV_ESTIMATOR=gae |
 //! | gathered layer | two layers of weights (the next one is fetched meanwhile) and one of gradients, for R > 1 |
 //! | block inputs | layers x T x hidden x s |
 //! | kept activations | what the backward pass reads, of every block that is not recomputed |
@@ -51,6 +52,8 @@ pub struct TrainPlan {
     pub master_bytes: u64,
     /// Bytes of a weight of the frozen reference on the device; 0 without one.
     pub reference_bytes: u64,
+    /// Bytes of a weight of the critic with its gradient and moments; 0 without one. Its trunk is the policy's.
+    pub critic_bytes: u64,
     /// Bytes of a computed number.
     pub compute_bytes: u64,
     /// Tokens of a micro-batch on a rank.
@@ -142,6 +145,7 @@ pub fn train(shape: &ModelShape, plan: &TrainPlan) -> Estimate {
         ("gradients", share(plan.gradient_bytes)),
         ("moments", share(plan.moment_bytes)),
         ("reference", share(plan.reference_bytes)),
+        ("critic", share(plan.critic_bytes)),
         ("gathered layer", gathered),
         (
             "block inputs",

@@ -323,7 +323,20 @@ impl Parser {
     fn double_quoted(&mut self) -> Parsed<Word> {
         let open = self.cursor.location();
         self.cursor.skip(1);
-        let mut word = self.word(Context::Quoted)?;
+        let mut word = match self.word(Context::Quoted) {
+            // What is wrong on a later line is most often right there, and the quote was forgotten.
+            Err(error) if error.location.line != open.line => {
+                return fail_at(
+                    open,
+                    format!(
+                        "this quote is still open in line {}, where {}",
+                        error.location.line, error.problem
+                    ),
+                    format!("close it with another `\"`, or: {}", error.help),
+                )
+            }
+            word => word?,
+        };
         let close = self.cursor.location();
         if self.cursor.next().is_none() {
             return fail_at(open, "this quote is never closed", "close it with another `\"`");
@@ -511,7 +524,10 @@ impl Parser {
         if self.cursor.name() != "date" || !matches!(self.cursor.peek(), Some(' ' | '\t' | ')')) {
             return fail_at(
                 location,
-                format!("the command `{}` is not run", shown.trim_end_matches([')', '"'])),
+                format!(
+                    "the command `{}` is not run",
+                    shown.split([')', '"']).next().unwrap_or_default()
+                ),
                 HELP,
             );
         }

@@ -11,7 +11,7 @@ pub(super) const RULE: Rule = Rule {
     what: "A penalty that is switched on has a weight, and the policy learns within the run.",
     why: "A penalty of weight 0 costs a forward pass of the reference and changes nothing; a policy that waits for its critic is not trained.",
     evidence: "By definition: rewards are r - KL_COEF x divergence, and the policy is updated after CRITIC_WARMUP steps.",
-    fix: "Set KL_COEF above 0 or USE_KL_IN_REWARD=False; set CRITIC_WARMUP below the number of steps.",
+    fix: "Set KL_COEF or KL_LOSS_COEF above 0, or USE_KL_IN_REWARD or USE_KL_LOSS to False; set CRITIC_WARMUP below the number of steps.",
     check,
 };
 
@@ -24,6 +24,10 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     {
         let text =
             "USE_KL_IN_REWARD=True with KL_COEF=0: a reference policy is loaded and nothing is subtracted";
+        found.push((Verdict::Warn, text.to_owned()));
+    }
+    if a.use_kl_loss && a.kl_loss_coef == 0.0 {
+        let text = "USE_KL_LOSS=True with KL_LOSS_COEF=0: a reference policy is loaded and changes nothing";
         found.push((Verdict::Warn, text.to_owned()));
     }
     let has_critic = a.adv_estimator == AdvEstimator::Gae;
@@ -50,6 +54,7 @@ mod tests {
         let verdict = |set: &[&str]| check(&settings(set), None)[0].0;
         assert_eq!(verdict(&[]), Verdict::Ok);
         assert_eq!(verdict(&["USE_KL_IN_REWARD=True"]), Verdict::Warn);
+        assert_eq!(verdict(&["USE_KL_LOSS=True", "KL_LOSS_COEF=0"]), Verdict::Warn);
         assert_eq!(verdict(&["USE_KL_IN_REWARD=True", "KL_COEF=0.01"]), Verdict::Ok);
         let warm = ["ADV_ESTIMATOR=gae", "CRITIC_WARMUP=5", "TOTAL_TRAINING_STEPS=5"];
         assert_eq!(verdict(&warm), Verdict::Fatal);

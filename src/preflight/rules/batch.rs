@@ -8,10 +8,10 @@ use crate::{
 pub(super) const RULE: Rule = Rule {
     id: "batch",
     runs: TRAINING,
-    what: "TRAIN_MINI_BSZ divides TRAIN_BSZ, and the training index holds at least one batch.",
-    why: "Prompts that fill no mini-batch would be sampled and never trained on; an index smaller than a batch has no step.",
+    what: "TRAIN_MINI_BSZ divides TRAIN_BSZ, and the run makes at least one step.",
+    why: "Prompts that fill no mini-batch would be sampled and never trained on; epochs over an index that is smaller than a batch have no step.",
     evidence: "By construction: a step is cut into TRAIN_BSZ / TRAIN_MINI_BSZ updates, an epoch into whole batches.",
-    fix: "Choose TRAIN_MINI_BSZ as a divisor of TRAIN_BSZ, and TRAIN_BSZ not above the rows of the index.",
+    fix: "Choose TRAIN_MINI_BSZ as a divisor of TRAIN_BSZ, and TRAIN_BSZ not above TOTAL_EPOCHS times the rows of the index.",
     check,
 };
 

@@ -22,6 +22,9 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
         PolicyLossMode::Vanilla if low.max(high) < 0.01 => {
             Some("clips nearly every token: these bounds are for sequence ratios")
         }
+        _ if low >= 1.0 || high >= 1.0 => {
+            Some("allows a token or sequence to change its probability without a bound worth the name")
+        }
         PolicyLossMode::Gspo if low.min(high) > 0.05 => {
             Some("never clips: these bounds are for token ratios")
         }
@@ -50,6 +53,11 @@ mod tests {
         assert_eq!(
             verdict(&["POLICY_LOSS_MODE=vanilla", "CLIP_LOW=0.2", "CLIP_HIGH=0.28"]),
             Verdict::Ok
+        );
+        assert_eq!(
+            verdict(&["POLICY_LOSS_MODE=vanilla", "CLIP_LOW=0.2", "CLIP_HIGH=28"]),
+            Verdict::Warn,
+            "the point was forgotten"
         );
     }
 }

@@ -2,7 +2,10 @@
 //! or delete the row; variables of less weight say it in their own row of the table of variables.
 
 use crate::{
-    config::{values::RunKind, Settings},
+    config::{
+        values::{RunKind, TrainingMode},
+        Settings,
+    },
     preflight::{Facts, Outcome, Rule, Verdict, EVERY_RUN},
 };
 
@@ -71,6 +74,19 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             ));
         }
     }
+    let trainers = s.train_ranks();
+    let several = s.run.kind == RunKind::Train && trainers > 1;
+    if several && s.run.training_mode == TrainingMode::Async {
+        missing.push(format!(
+            "{trainers} trainer ranks (N_NODES_TRAIN x NGPUS_PER_NODE) are not in this version; use 1"
+        ));
+    }
+    if missing.is_empty() && several {
+        return vec![(
+            Verdict::Warn,
+            format!("one of the {trainers} ranks trains in this version; the others only generate"),
+        )];
+    }
     if missing.is_empty() {
         let run = &s.run;
         return vec![(
@@ -97,6 +113,18 @@ mod tests {
         assert!(found.iter().all(|(v, _)| *v == Verdict::Fatal));
         assert!(found[0].1.contains("BACKEND=k8s"));
         assert!(check(&s, None).iter().all(|(v, _)| *v == Verdict::Warn));
+    }
+
+    #[test]
+    fn several_trainer_ranks_are_not_sharded_yet() {
+        let asynchronous = ["TRAINING_MODE=async", "NNODES=3", "N_NODES_ROLLOUT=1"];
+        let found = check(&settings(&asynchronous), Some(&facts()));
+        assert!(
+            found[0].0 == Verdict::Fatal && found[0].1.starts_with("2 trainer ranks"),
+            "{found:?}"
+        );
+        let sync = check(&settings(&["NNODES=2"]), Some(&facts()));
+        assert!(sync[0].0 == Verdict::Warn && sync[0].1.contains("of the 2 ranks"), "{sync:?}");
     }
 
     #[test]

@@ -22,11 +22,11 @@ const SAVE_BYTES_PER_SEC: u64 = 500_000_000;
 /// Seconds for the step that runs when the signal comes.
 const STEP_SECS: u64 = 60;
 
-fn check(_: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
+fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some((facts, job)) = facts.and_then(|f| f.slurm.as_ref().map(|job| (f, job))) else {
         return Vec::new();
     };
-    let save = checkpoint_bytes(facts).unwrap_or(0).div_ceil(SAVE_BYTES_PER_SEC) + STEP_SECS;
+    let save = checkpoint_bytes(s, facts).unwrap_or(0).div_ceil(SAVE_BYTES_PER_SEC) + STEP_SECS;
     let id = &job.job;
     let Some(left) = job.time_left.map(|left| left.as_secs()) else {
         return vec![ok(format!("Slurm job {id} has no time limit"))];
