@@ -425,6 +425,33 @@ fn completion_works_in_bash() {
 }
 
 #[test]
+fn a_secret_that_is_copied_elsewhere_is_not_shown_either() {
+    let secret = "hunter2hunter2";
+    let line = format!("HF_TOKEN={secret}\n");
+    for (copy, fails) in [
+        ("RUN_DIR=a\nRUN_DIR=/tmp/${HF_TOKEN}/x\n", false),
+        ("TRAIN_BSZ=${HF_TOKEN}\n", true),
+        ("EXP_NAME=../${HF_TOKEN}\n", true),
+        ("A=$((HF_TOKEN))\n", true),
+    ] {
+        let folder = folder_with(&format!("{SOUND}{line}{copy}"));
+        for arguments in [
+            &["--structure-only", "run.env"][..],
+            &["--dry-run", "run.env"],
+            &["config", "show", "run.env"],
+            &["config", "show", "--json", "run.env"],
+            &["check", "run.env"],
+        ] {
+            let output = run(arguments, folder.path());
+            let text = out(&output) + &err(&output);
+            assert!(!text.contains(secret), "{arguments:?}: {text}");
+            let told = !fails || arguments[0] != "--structure-only" || text.contains("<redacted>");
+            assert!(told, "{arguments:?}: {text}");
+        }
+    }
+}
+
+#[test]
 fn config_show_prints_origins_and_hides_secrets() {
     let folder = folder_with(&format!("{SOUND}WANDB_API_KEY=very-secret\n"));
     let output = run(&["config", "show", "run.env", "--set", "SEED=9"], folder.path());

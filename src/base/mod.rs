@@ -31,7 +31,7 @@ pub use engine::{
 pub use error_text::error_chain;
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};
 pub use sampling::SamplingParams;
-pub use secrets::is_secret;
+pub use secrets::{is_secret, remember_secret, remembered_secrets};
 pub use session::{
     BranchKind, CapturedBranch, CapturedSession, SessionEndpoint, SessionError, SessionHost, SessionLimits,
     SessionSpec,

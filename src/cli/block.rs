@@ -44,6 +44,7 @@ enum Model {
     Unknown,
     Known {
         model_type: String,
+        is_moe: bool,
     },
 }
 
@@ -52,16 +53,17 @@ impl Model {
         match facts.map(|f| &f.model) {
             Some(Ok(model)) => Model::Known {
                 model_type: model.shape.model_type.clone(),
+                is_moe: model.shape.is_moe(),
             },
             _ => Model::Unknown,
         }
     }
 
-    /// By its type: Hugging Face names of mixtures of experts end so.
+    /// As the rules see it, so that block and findings agree.
     fn family(&self) -> &'static str {
         match self {
             Model::Unknown => "unknown",
-            Model::Known { model_type } if model_type.ends_with("_moe") => "moe",
+            Model::Known { is_moe: true, .. } => "moe",
             Model::Known { .. } => "dense",
         }
     }
@@ -69,7 +71,7 @@ impl Model {
     fn bracket(&self) -> String {
         match self {
             Model::Unknown => "unknown".into(),
-            Model::Known { model_type } => format!("{}: {model_type}", self.family()),
+            Model::Known { model_type, .. } => format!("{}: {model_type}", self.family()),
         }
     }
 }

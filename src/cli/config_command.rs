@@ -38,7 +38,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<ExitCode> {
         ConfigCommand::Show(args) => {
             let loaded = args.config.load(args.kind)?;
             for warning in &loaded.warnings {
-                eprintln!("warning: {warning}");
+                super::print_warning(warning);
             }
             super::print(&if args.json {
                 show::json(&loaded)

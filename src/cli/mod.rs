@@ -228,10 +228,17 @@ fn is_nearly_a_command(word: &str) -> bool {
             .any(|command| near(command.get_name()))
 }
 
-/// Prints to standard output; a reader that went away (`| head`) is not an error.
+/// Prints to standard output, without secrets; a reader that went away (`| head`) is not an error.
 pub(crate) fn print(text: &str) {
+    let text = Redactor::global().clean(text);
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// Prints a warning to standard error, without secrets.
+pub(crate) fn print_warning(warning: impl std::fmt::Display) {
+    let text = format!("warning: {warning}");
+    let _ = writeln!(std::io::stderr(), "{}", Redactor::global().clean(&text));
 }
 
 #[cfg(test)]

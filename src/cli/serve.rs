@@ -103,7 +103,7 @@ fn settings(args: &ServeArgs) -> anyhow::Result<Settings> {
     }
     let loaded = config::load(&LoadRequest { set, ..request })?;
     for warning in &loaded.warnings {
-        eprintln!("warning: {warning}");
+        super::print_warning(warning);
     }
     Ok(loaded.settings)
 }

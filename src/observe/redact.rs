@@ -55,6 +55,11 @@ impl Redactor {
     /// The text without secrets.
     pub fn clean<'a>(&self, text: &'a str) -> Cow<'a, str> {
         let mut out = Cow::Borrowed(text);
+        crate::base::remembered_secrets(|secret| {
+            if secret.len() >= MIN_SECRET && out.contains(secret) {
+                out = Cow::Owned(out.replace(secret, SHOWN));
+            }
+        });
         for secret in self
             .secrets
             .read()

@@ -102,7 +102,10 @@ impl ModelShape {
         let heads = keys.number("num_attention_heads")?;
         let has_delta = text.contains_key("linear_num_value_heads");
         let experts = keys.experts();
-        Ok(Self {
+        if layers > MAX_LAYERS {
+            return Err(format!("num_hidden_layers is {layers}, more than {MAX_LAYERS}"));
+        }
+        plausible(Self {
             vocab: keys.number("vocab_size")?,
             hidden,
             layers,
@@ -136,6 +139,20 @@ impl ModelShape {
             max_positions: keys.get("max_position_embeddings"),
             model_type,
         })
+    }
+
+    /// Parameters, roughly and without overflow.
+    fn rough_parameters(&self) -> f64 {
+        let f = |n: u64| n as f64;
+        let experts = self
+            .experts
+            .map_or(0.0, |e| f(e.count) * f(e.intermediate) + f(e.shared));
+        let delta = self.delta.map_or(0.0, |d| {
+            f(d.key_heads) * f(d.key_dim) + f(d.value_heads) * f(d.value_dim)
+        });
+        let attention = (f(self.heads) + f(self.kv_heads)) * f(self.head_dim);
+        let layer = f(self.hidden) * (attention + f(self.intermediate) + experts + delta);
+        f(self.layers) * layer + f(self.vocab) * f(self.hidden)
     }
 
     /// True for a mixture of experts.
@@ -193,14 +210,39 @@ impl ModelShape {
     }
 }
 
+/// Layers of the deepest network that anybody writes down.
+const MAX_LAYERS: u64 = 10_000;
+
+/// Refuses sizes that contradict each other, or that no machine will ever hold.
+fn plausible(shape: ModelShape) -> Result<ModelShape, String> {
+    let layers = shape.layers;
+    for (what, n) in [
+        ("full-attention layers in layer_types", shape.attention_layers),
+        ("layers with experts", shape.sparse_layers),
+    ] {
+        if n > layers {
+            return Err(format!("num_hidden_layers is {layers}, and there are {n} {what}"));
+        }
+    }
+    let rough = shape.rough_parameters();
+    if rough > 1e15 {
+        return Err(format!(
+            "its sizes make about {rough:.0e} parameters; one of them is wrong"
+        ));
+    }
+    Ok(shape)
+}
+
 struct Keys<'a> {
     top: &'a Map<String, Value>,
     text: &'a Map<String, Value>,
 }
 
 impl Keys<'_> {
+    /// A size that may be absent; what is no size counts as the bound, which [`plausible`] refuses.
     fn get(&self, key: &str) -> Option<u64> {
-        self.text.get(key).and_then(Value::as_u64)
+        let size = self.text.get(key).and_then(Value::as_u64);
+        size.map(|n| n.min(u64::from(u32::MAX)))
     }
 
     fn number(&self, key: &str) -> Result<u64, String> {
@@ -326,5 +368,30 @@ pub(crate) mod tests {
         assert!(with(json!({"model_type": "y_moe"})).is_moe());
         let some = with(json!({"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}));
         assert_eq!(some.sparse_layers, 1, "layer 1 alone");
+    }
+
+    #[test]
+    fn sizes_that_contradict_or_overflow_are_errors() {
+        let problem = |extra: Value| {
+            let mut config = json!({"model_type": "qwen3", "vocab_size": 10, "hidden_size": 8,
+                "num_hidden_layers": 2, "num_attention_heads": 2});
+            let extra = extra.as_object().unwrap().clone();
+            config.as_object_mut().unwrap().extend(extra);
+            ModelShape::from_value(&config).unwrap_err()
+        };
+        let huge = i64::MAX;
+        for extra in [
+            json!({"num_key_value_heads": huge, "head_dim": huge}),
+            json!({"num_experts": huge, "moe_intermediate_size": huge}),
+        ] {
+            assert!(problem(extra).contains("one of them is wrong"));
+        }
+        assert!(problem(json!({"num_hidden_layers": u32::MAX})).contains("num_hidden_layers"));
+        let three = ["full_attention", "full_attention", "full_attention"];
+        let text = problem(json!({"linear_num_value_heads": 4, "layer_types": three}));
+        assert!(
+            text.starts_with("num_hidden_layers is 2, and there are 3"),
+            "{text}"
+        );
     }
 }

@@ -1,6 +1,7 @@
 //! What the files of a run see and set while they are evaluated.
 
 use super::{Entry, Source, MODULES};
+use crate::base::{is_secret, remember_secret};
 use crate::config::{
     error::{ConfigError, ConfigWarning, LanguageError, Location, WarningKind},
     language::{Names, Setting},
@@ -109,6 +110,9 @@ impl<'a> Scope<'a> {
 
     fn set_text(&mut self, name: &str, text: String, location: &Location) -> Result<(), LanguageError> {
         let variable = canonical(name);
+        if is_secret(name) {
+            remember_secret(&text);
+        }
         if let Some((written, place, before)) = self.set_here.get(variable) {
             if *before != text && written != name {
                 return Err(LanguageError {

@@ -435,8 +435,21 @@ fn folder_name(r: &mut Resolver<'_>, name: &'static str) -> String {
             format!("becomes a folder name and must not hold `/` or start with `.`, and is `{text}`"),
         );
     }
+    // File systems end at 255 bytes, and log, lock and temporary files append to it.
+    if text.len() > MAX_FOLDER_NAME {
+        r.problem(
+            name,
+            format!(
+                "becomes a folder name of at most {MAX_FOLDER_NAME} bytes, and has {}",
+                text.len()
+            ),
+        );
+    }
     text
 }
+
+/// Longest PROJECT_NAME and EXP_NAME in bytes.
+const MAX_FOLDER_NAME: usize = 200;
 
 /// Names with commas between them.
 fn branch_kinds(r: &mut Resolver<'_>, name: &'static str) -> Vec<BranchKind> {

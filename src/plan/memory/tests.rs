@@ -130,7 +130,7 @@ fn a_mixture_of_experts_on_one_and_two_nodes() {
             moment_bytes: 8,
             master_bytes: 0,
             reference_bytes: 0,
-        critic_bytes: 0,
+            critic_bytes: 0,
             compute_bytes: 2,
             tokens: 131_072 / 8,
             kept_blocks: 0,

@@ -91,7 +91,11 @@ mod tests {
 
     #[test]
     fn a_run_that_keeps_all_needs_room_for_all_and_a_critic_for_itself() {
-        let all = settings(&["MAX_CKPT_TO_KEEP=0", "TOTAL_TRAINING_STEPS=1000", "TRAINER_SAVE_FREQ=10"]);
+        let all = settings(&[
+            "MAX_CKPT_TO_KEEP=0",
+            "TOTAL_TRAINING_STEPS=1000",
+            "TRAINER_SAVE_FREQ=10",
+        ]);
         assert_eq!(copies(&all, &facts()), 101);
         let bytes = |set: &[&str]| checkpoint_bytes(&settings(set), &facts()).unwrap();
         assert_eq!(bytes(&["ADV_ESTIMATOR=gae"]) * 16, bytes(&[]) * 28);

@@ -124,7 +124,10 @@ mod tests {
             "{found:?}"
         );
         let sync = check(&settings(&["NNODES=2"]), Some(&facts()));
-        assert!(sync[0].0 == Verdict::Warn && sync[0].1.contains("of the 2 ranks"), "{sync:?}");
+        assert!(
+            sync[0].0 == Verdict::Warn && sync[0].1.contains("of the 2 ranks"),
+            "{sync:?}"
+        );
     }
 
     #[test]

@@ -26,7 +26,10 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Some((facts, job)) = facts.and_then(|f| f.slurm.as_ref().map(|job| (f, job))) else {
         return Vec::new();
     };
-    let save = checkpoint_bytes(s, facts).unwrap_or(0).div_ceil(SAVE_BYTES_PER_SEC) + STEP_SECS;
+    let save = checkpoint_bytes(s, facts)
+        .unwrap_or(0)
+        .div_ceil(SAVE_BYTES_PER_SEC)
+        + STEP_SECS;
     let id = &job.job;
     let Some(left) = job.time_left.map(|left| left.as_secs()) else {
         return vec![ok(format!("Slurm job {id} has no time limit"))];

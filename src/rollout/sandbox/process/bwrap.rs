@@ -109,7 +109,10 @@ impl Launch {
             .env_clear()
             .stdin(Stdio::from(OwnedFd::from(inner)))
             .stdout(log)
-            .stderr(log_too);
+            .stderr(log_too)
+            // Ctrl-C at a terminal reaches its whole process group; it asks the run to end in order, not
+            // the sandboxes to die.
+            .process_group(0);
         confine(&mut command, limits.group.as_ref(), limits.cpu_set.as_deref())?;
         Ok(Self {
             command,
