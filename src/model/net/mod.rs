@@ -20,6 +20,7 @@ mod delta_net;
 mod delta_rule;
 #[cfg(test)]
 mod delta_rule_tests;
+mod exchange;
 mod experts;
 mod layout;
 mod llama;
@@ -43,6 +44,7 @@ mod tensors;
 mod tests;
 mod trace;
 
+pub use exchange::{Exchange, LayerGroups, Tape};
 pub(crate) use layout::rope_table;
 pub use layout::{PackedLayout, Routing};
 pub use policy::{Block, Policy};
