@@ -66,7 +66,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(TOPOLOGY, "NGPUS_PER_NODE", whole(1, 1024), Value("8"), "GPUs", Common,
         "GPUs of a node; on machines without GPUs, ranks of a node."),
     row(TOPOLOGY, "SP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
-        "Ranks that share one sequence; it divides the number of trainer ranks."),
+        "Ranks that share one sequence; it divides the number of trainer ranks and the heads of the policy."),
     row(TOPOLOGY, "TORCH_NUM_THREADS", whole(0, 65_536), Value("0"), "threads", Advanced,
         "CPU threads of tensor operations per rank; 0 takes the cores that the process may use."),
 

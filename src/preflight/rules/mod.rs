@@ -38,6 +38,7 @@ mod memory;
 mod model_folder;
 mod not_in_this_version;
 mod open_files;
+mod parallel_sizes;
 mod placeholder;
 mod port_range;
 mod proxy_address;
@@ -71,6 +72,7 @@ pub const ALL: &[&Rule] = &[
     &topology::RULE,
     &world_size::RULE,
     &tensor_parallel::RULE,
+    &parallel_sizes::RULE,
     &memory::RULE,
     &veomni::RULE,
     &routing_replay::RULE,
