@@ -40,8 +40,7 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            mini::{Mini, MiniConfig},
-            Scaffold,
+            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, RuntimeConfig, Scaffold,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -264,8 +263,26 @@ fn make_backend(settings: &Settings, owner: &str) -> anyhow::Result<Arc<dyn Sand
 }
 
 fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
+    let agent = &settings.agent;
+    let runtime = RuntimeConfig {
+        root: agent.runtimes.clone(),
+        version: agent.version.clone(),
+    };
+    let disallowed_tools = agent.disallowed_tools.clone();
     match settings.run.scaffold {
         ScaffoldName::Mini => Ok(Arc::new(Mini::new(MiniConfig::default()))),
+        ScaffoldName::Cc => Ok(Arc::new(Cc::new(CcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Oc => Ok(Arc::new(Oc::new(OcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Custom => Ok(Arc::new(Custom::new(CustomConfig {
+            command: agent.command.clone().unwrap_or_default(),
+            runtime: agent.custom_runtime.clone(),
+        }))),
         other => bail!("SCAFFOLD={other} is not in this version"),
     }
 }

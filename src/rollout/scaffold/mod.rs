@@ -8,11 +8,17 @@
 //! [`runtime`] tree of the host, mounted read-only. [`process`] holds what they have in common: the
 //! instruction's file, the log, the time limit, and what the agent's last words say about a failure.
 
+pub mod cc;
+pub mod custom;
 pub mod mini;
+pub mod oc;
 pub mod process;
 pub mod runtime;
 
+pub use cc::{Cc, CcConfig};
+pub use custom::{Custom, CustomConfig};
 pub use mini::{Mini, MiniConfig};
+pub use oc::{Oc, OcConfig};
 pub use runtime::{Runtime, RuntimeConfig};
 
 use crate::base::SessionEndpoint;
@@ -20,6 +26,9 @@ use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
 use async_trait::async_trait;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Scaffolds with a runtime tree, and the versions that they were tested with.
+pub const RUNTIMES: &[(&str, &str)] = &[("cc", cc::VERSION), ("oc", oc::VERSION)];
 
 /// One kind of agent.
 #[async_trait]
@@ -54,6 +63,10 @@ pub struct AgentRequest {
     pub timeout: Duration,
     /// Model calls it may make.
     pub max_turns: u32,
+    /// Context window: prompt plus reply of a model call, tokens.
+    pub context_tokens: u32,
+    /// Longest reply of a model call, tokens.
+    pub max_tokens_per_turn: u32,
     /// Folder on the host for the agent's own log; must exist.
     pub log_dir: PathBuf,
 }
