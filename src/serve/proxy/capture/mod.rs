@@ -379,13 +379,4 @@ impl Tree {
         path.reverse();
         path
     }
-
-    /// Finished turns that no finished turn extends, in order of creation.
-    fn leaves(&self) -> Vec<NodeId> {
-        let finished = |id: &NodeId| self.nodes[*id].reply.is_some();
-        (0..self.nodes.len())
-            .filter(|id| finished(id) && !self.nodes[*id].removed)
-            .filter(|id| !self.nodes[*id].children.iter().any(finished))
-            .collect()
-    }
 }
