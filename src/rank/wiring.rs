@@ -24,7 +24,7 @@ use super::{
     stages,
 };
 use crate::{
-    base::{Engine, EngineStatus, ReplicaId, WeightTarget},
+    base::{Engine, EngineStatus, ReplicaId, RoutingShape, WeightTarget},
     comm::Communicator,
     config::settings::{
         values::{Backend, Scaffold as ScaffoldName},
@@ -144,7 +144,8 @@ pub fn run_head(
         stages::buffer(settings, n_rows, total_steps),
         resume.as_ref().map(|r| &r.manifest),
     )?;
-    let trainer = make_trainer(settings, total_steps, resume)?;
+    let replay = stages::replay(settings, &model)?;
+    let trainer = make_trainer(settings, total_steps, replay, resume)?;
     let control = Control::start(stop.clone())?;
 
     let engines = make_engines(settings, comm, roles, &trainer)?;
@@ -152,7 +153,7 @@ pub fn run_head(
     for (place, engine) in engines.iter().enumerate() {
         router.join(ReplicaId(place as u32), engine.clone());
     }
-    let proxy = Proxy::start(stages::proxy(settings)?, router)?;
+    let proxy = Proxy::start(stages::proxy(settings, replay)?, router)?;
     report.proxy(proxy.tcp());
 
     let owner = stages::owner(settings);
@@ -199,10 +200,11 @@ pub fn run_head(
 fn make_trainer(
     settings: &Settings,
     total_steps: u32,
+    replay: Option<RoutingShape>,
     resume: Option<ResumePoint>,
 ) -> anyhow::Result<Trainer> {
     let threads = compute_threads(settings) as i32;
-    let config = stages::trainer(settings, total_steps, threads);
+    let config = stages::trainer(settings, total_steps, threads, replay);
     let policy = Policy::load(&settings.model.path, Device::Cpu)?;
     let load = || Policy::load(&settings.model.path, Device::Cpu);
     let reference = config.needs_reference().then(load).transpose()?;
