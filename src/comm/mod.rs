@@ -31,7 +31,7 @@ mod mpi;
 mod tests;
 
 pub use error::CommError;
-pub use launch::{launch_world, LaunchKind, World};
+pub use launch::{launch_world, local_rank, LaunchKind, World};
 pub use mailbox::{Inbox, InboxError};
 
 use bytes::Bytes;
