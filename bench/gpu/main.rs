@@ -1,15 +1,15 @@
 //! Training and decoding on a GPU, on a model folder.
 //!
 //! ```text
-//! cargo bench --bench gpu -- train FOLDER [--micro 4096] [--sequences 4] [--graphs] [--f32]
+//! cargo bench --bench gpu -- train FOLDER [--length 4096] [--sequences 4] [--budget 4096] [--graphs] [--f32]
 //! cargo bench --bench gpu -- decode FOLDER [--batches 1,8,32,128] [--context 1024] [--tokens 64]
 //! ```
 //! `bench/gpu/run.sh` makes folders of Qwen3 shapes with random weights and runs this beside transformers.
 //!
-//! *Training:* every sequence has as many tokens as a micro-batch, all but the first sampled. A step is what
+//! *Training:* all tokens of a sequence but the first are sampled. A step is what
 //! the trainer does with a batch: forward, loss, backward, clip, AdamW on f32 master copies. Model
 //! TFLOP/s count 6 operations a parameter and token, and attention; recomputation does not count. `host
-//! floor` is the same step with 64 tokens a micro-batch: what the launches alone take.
+//! floor` is a step of one micro-batch of 64 tokens a sequence: what its launches alone take.
 //!
 //! *Decoding:* greedy, prompts of random tokens, from the first token of the last client on.
 
@@ -107,7 +107,11 @@ fn memory_gib() -> String {
 }
 
 fn train(options: &Options) -> anyhow::Result<()> {
-    let (micro, count) = (options.number("--micro", 4096)?, options.number("--sequences", 4)?);
+    let (length, count) = (
+        options.number("--length", 4096)?,
+        options.number("--sequences", 4)?,
+    );
+    let budget = options.number("--budget", length)?;
     let mode = if options.has("--graphs") {
         BackwardMode::BlockGraphs
     } else {
@@ -115,24 +119,26 @@ fn train(options: &Options) -> anyhow::Result<()> {
     };
     let policy = Policy::load(&options.folder, options.device)?.with_compute_type(options.compute());
     let model = policy.config.clone();
-    let mut trainer = Trainer::new(config(micro, mode), policy, None)?;
+    let mut trainer = Trainer::new(config(budget, mode), policy, None)?;
     let mut run = |step, length| -> anyhow::Result<(f64, StepMetrics)> {
         let begin = Instant::now();
         let metrics = trainer.step(&batch(step, count, length, model.vocab_size))?;
+        tch::Cuda::synchronize(0);
         Ok((begin.elapsed().as_secs_f64(), metrics))
     };
     // Warm-up: kernels load, the allocator takes its memory.
-    run(1, micro)?;
+    run(1, length)?;
     let mut seconds: Vec<(f64, StepMetrics)> = Vec::new();
     for step in 2..=5 {
-        seconds.push(run(step, micro)?);
+        seconds.push(run(step, length)?);
     }
-    run(6, 64)?;
-    let (floor, _) = run(7, 64)?;
+    let small = 64.min(budget / count);
+    run(6, small)?;
+    let (floor, _) = run(7, small)?;
     seconds.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (best, worst) = (seconds[0].0, seconds[seconds.len() - 1].0);
     let (median, metrics) = &seconds[seconds.len() / 2];
-    let tokens = (micro * count) as f64;
+    let tokens = (length * count) as f64;
     // The embedding is a look-up; the head, tied or not, is a product.
     let dense = model.num_parameters() as f64
         - if model.tie_word_embeddings {
@@ -140,10 +146,11 @@ fn train(options: &Options) -> anyhow::Result<()> {
         } else {
             (model.vocab_size * model.hidden_size) as f64
         };
-    let attention = 6.0 * (model.num_hidden_layers * model.num_attention_heads * model.head_dim) as f64 * micro as f64;
+    let attention =
+        6.0 * (model.num_hidden_layers * model.num_attention_heads * model.head_dim) as f64 * length as f64;
     let flops = tokens * (6.0 * dense + attention);
     println!(
-        "train {} {mode:?} {:?} micro {micro}: {:.0} tokens/s, {median:.3} s a step ({best:.3} to {worst:.3}), {:.0} model TFLOP/s, host floor {floor:.3} s, {} GiB",
+        "train {} {mode:?} {:?} {count} x {length}, budget {budget}: {:.0} tokens/s, {median:.3} s a step ({best:.3} to {worst:.3}), {:.0} model TFLOP/s, host floor {floor:.3} s, {} GiB",
         options.folder.display(),
         options.compute(),
         tokens / median,
@@ -230,7 +237,10 @@ fn batch(step: u32, count: usize, length: usize, vocab: usize) -> TrainBatch {
 }
 
 fn decode(options: &Options) -> anyhow::Result<()> {
-    let (context, tokens) = (options.number("--context", 1024)?, options.number("--tokens", 64)?);
+    let (context, tokens) = (
+        options.number("--context", 1024)?,
+        options.number("--tokens", 64)?,
+    );
     let model = ModelConfig::from_dir(&options.folder)?;
     for batch in options.text("--batches", "1,8,32,128").split(',') {
         let batch: usize = batch.parse().with_context(|| format!("--batches {batch}"))?;
@@ -295,7 +305,13 @@ fn submit(
     vocab: usize,
 ) -> UnboundedReceiver<EngineEvent> {
     let (sender, receiver) = unbounded_channel();
-    let token = |n: usize| ((n as u32).wrapping_mul(2_654_435_761).wrapping_add(i as u32 * 977) >> 7) % vocab as u32;
+    let token = |n: usize| {
+        ((n as u32)
+            .wrapping_mul(2_654_435_761)
+            .wrapping_add(i as u32 * 977)
+            >> 7)
+            % vocab as u32
+    };
     let request = GenerateRequest {
         id: RequestId(i as u64),
         session: SessionId::from(format!("s{i}").as_str()),

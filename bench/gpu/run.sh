@@ -18,6 +18,7 @@ for shape in "$@"; do
   model=$work/$shape
   python3 bench/gpu/beside.py make "$shape" "$model"
   ours train "$model"
+  ours train "$model" --budget 16384
   ours train "$model" --graphs
   python3 bench/gpu/beside.py train "$model"
   ours decode "$model"
