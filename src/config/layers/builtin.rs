@@ -35,7 +35,7 @@ templates! {
     "scaffold/oc.env"
     "scaffold/oh.env"
     "scaffold/ohsdk.env"
-    "scaffold/terminus-2.env"
+    "scaffold/terminus2.env"
     "verl/async.env"
     "verl/common.env"
     "verl/fsdp.env"

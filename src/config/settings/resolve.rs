@@ -83,6 +83,7 @@ fn misplaced(variable: &str, text: &str) -> Option<&'static str> {
         ("BACKEND", "kubernetes") => Some("Kubernetes is `k8s`"),
         ("SCAFFOLD", "claude-code" | "claude") => Some("Claude Code is `cc`"),
         ("SCAFFOLD", "opencode") => Some("OpenCode is `oc`"),
+        ("SCAFFOLD", "terminus-2" | "terminus") => Some("Terminus 2 is `terminus2`"),
         ("SCAFFOLD", "openhands") => Some("OpenHands is `ohsdk` (its SDK) or `oh` (the full program)"),
         _ => None,
     }
@@ -381,6 +382,8 @@ fn read(r: &mut Resolver<'_>) -> Settings {
             timeout_multiplier: r.f64("HARBOR_AGENT_TIMEOUT_MULTIPLIER"),
             verifier_timeout_multiplier: r.f64("HARBOR_VERIFIER_TIMEOUT_MULTIPLIER"),
             max_consecutive_no_tool: r.opt_u32("HARBOR_MAX_CONSECUTIVE_NO_TOOL").unwrap_or_default(),
+            runtimes: r.path("LEGORL_RUNTIMES"),
+            version: r.text("SCAFFOLD_VERSION"),
         },
         sandbox: SandboxSettings {
             rootfs: r.path("SANDBOX_ROOTFS"),

@@ -38,7 +38,10 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Multiplies the task's own verifier limit."),
     row(AGENT, "HARBOR_MAX_CONSECUTIVE_NO_TOOL", integer(0), Value("3"), "turns", Advanced,
         "Turns in a row without a tool call before the session is closed; 0 never closes it."),
-
+    row(AGENT, "LEGORL_RUNTIMES", Path, Unset("`~/.cache/legorl/runtimes`, or `runtimes` below LEGORL_CACHE or XDG_CACHE_HOME/legorl"), "", Common,
+        "Folder of the agents' runtimes, which `setup/runtimes.sh` makes and sandboxes carry read-only."),
+    row(AGENT, "SCAFFOLD_VERSION", Text, Unset("the version that was tested"), "", Common,
+        "Version of the agent's runtime; `setup/runtimes.sh NAME@VERSION` installs others."),
 
     row(SANDBOX, "SANDBOX_ROOTFS", Path, Unset("the host's system folders, read-only"), "", Common,
         "Root tree of process sandboxes."),

@@ -3,13 +3,20 @@
 //! Takes a running [`Sandbox`] and a session of the proxy, gives how the agent ended ([`AgentRun`]). What
 //! the agent said and sampled is not known here: the proxy has it. A scaffold is a foreign program that
 //! speaks HTTP to `http://<Sandbox::proxy_address><SessionEndpoint::path>/v1`.
+//!
+//! One kind of agent is one file. A foreign agent is never installed in a sandbox: its files are a
+//! [`runtime`] tree of the host, mounted read-only. [`process`] holds what they have in common: the
+//! instruction's file, the log, the time limit, and what the agent's last words say about a failure.
 
 pub mod mini;
+pub mod process;
+pub mod runtime;
 
 pub use mini::{Mini, MiniConfig};
+pub use runtime::{Runtime, RuntimeConfig};
 
 use crate::base::SessionEndpoint;
-use crate::rollout::sandbox::{Sandbox, SandboxError};
+use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
 use async_trait::async_trait;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,8 +30,15 @@ pub trait Scaffold: Send + Sync {
     fn check(&self) -> Result<(), ScaffoldError> {
         Ok(())
     }
-    /// Installs the agent in a fresh sandbox.
-    async fn setup(&self, sandbox: &dyn Sandbox) -> Result<(), ScaffoldError>;
+    /// What the sandbox must carry; asked before it starts.
+    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+        Ok(Vec::new())
+    }
+    /// Prepares a fresh sandbox for the agent.
+    async fn setup(&self, sandbox: &dyn Sandbox) -> Result<(), ScaffoldError> {
+        let _ = sandbox;
+        Ok(())
+    }
     /// Runs the agent to its end or to its time limit.
     async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError>;
 }

@@ -229,7 +229,8 @@ impl TrialRunner {
         let session = endpoint.session.to_string();
 
         record.env_setup.begin();
-        let spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
+        let mut spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
+        spec.mounts = self.scaffold.mounts().map_err(|e| scaffold_failure(&e))?;
         let sandbox = within(
             budget.env + GRACE,
             "the sandbox to start",
