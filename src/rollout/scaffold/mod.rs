@@ -9,11 +9,19 @@
 //! instruction's file, the log, the time limit, and what the agent's last words say about a failure.
 
 pub mod mini;
+pub mod oh;
+pub mod ohsdk;
 pub mod process;
+pub mod python;
 pub mod runtime;
+pub mod terminus2;
 
 pub use mini::{Mini, MiniConfig};
+pub use oh::Oh;
+pub use ohsdk::Ohsdk;
+pub use python::PythonAgentConfig;
 pub use runtime::{Runtime, RuntimeConfig};
+pub use terminus2::Terminus2;
 
 use crate::base::SessionEndpoint;
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};

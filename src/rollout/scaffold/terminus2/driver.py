@@ -5,7 +5,7 @@ interpreter of its read-only runtime, so that every byte it sends goes through t
 the proxy and nowhere else. Its environment class is therefore plain: a command is a child process.
 
 Settings: instruction (path), logs (folder), model, base_url, api_key, session, max_turns, context_tokens,
-output_tokens, path (PATH of commands).
+output_tokens.
 
 Writes into the logs folder what Harbor writes (trajectory.json, terminus_2.pane) and rollout.json:
 {"rollout_details": the agent's own record of token ids and log-probs, "episodes", "summaries", "completed"}.
@@ -90,7 +90,8 @@ async def work(settings):
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     os.environ["OPENAI_API_KEY"] = settings["api_key"]
     commands_env = {k: v for k, v in os.environ.items() if k not in ("OPENAI_API_KEY", "LITELLM_LOCAL_MODEL_COST_MAP")}
-    commands_env["PATH"] = settings["path"]
+    # The runtime's tmux before a sandbox's own, its bash only where the sandbox has none.
+    commands_env["PATH"] = ":".join([sys.prefix + "/tools", os.environ.get("PATH", "/usr/bin:/bin"), sys.prefix + "/fallback"])
 
     from harbor.agents.terminus_2 import Terminus2
     from harbor.models.agent.context import AgentContext
