@@ -143,7 +143,7 @@ in_tree() {
 in_tree "$inside/bin/python3" -c 'import ssl, sqlite3, ctypes, sys; assert sys.executable == sys.argv[1]' "$inside/bin/python3" \
   || die "the tree's Python does not run at $inside"
 pip=$(ls "$work"/wheels/pip-*.whl)/pip
-target=(--target "$inside/$site" --no-compile -q --disable-pip-version-check --no-cache-dir --no-warn-script-location)
+target=(--target "$inside/$site" --no-compile -q --disable-pip-version-check --no-cache-dir --no-warn-script-location --root-user-action ignore)
 lock=$here/$name.lock
 if [ "$version" = "$pinned" ] && [ -z "${LEGORL_RUNTIME_RESOLVE:-}" ]; then
   say "installing $(grep -c == "$lock") pinned packages"
