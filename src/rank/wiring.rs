@@ -40,8 +40,8 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            mini::{Mini, MiniConfig},
-            Scaffold,
+            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, Oh, Ohsdk, RuntimeConfig,
+            Scaffold, Terminus2,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -264,8 +264,28 @@ fn make_backend(settings: &Settings, owner: &str) -> anyhow::Result<Arc<dyn Sand
 }
 
 fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
+    let agent = &settings.agent;
+    let runtime = RuntimeConfig {
+        root: agent.runtimes.clone(),
+        version: agent.version.clone(),
+    };
+    let disallowed_tools = agent.disallowed_tools.clone();
     match settings.run.scaffold {
         ScaffoldName::Mini => Ok(Arc::new(Mini::new(MiniConfig::default()))),
-        other => bail!("SCAFFOLD={other} is not in this version"),
+        ScaffoldName::Cc => Ok(Arc::new(Cc::new(CcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Oc => Ok(Arc::new(Oc::new(OcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Custom => Ok(Arc::new(Custom::new(CustomConfig {
+            command: agent.command.clone().unwrap_or_default(),
+            runtime: agent.custom_runtime.clone(),
+        }))),
+        ScaffoldName::Ohsdk => Ok(Arc::new(Ohsdk::new(runtime))),
+        ScaffoldName::Oh => Ok(Arc::new(Oh::new(runtime))),
+        ScaffoldName::Terminus2 => Ok(Arc::new(Terminus2::new(runtime))),
     }
 }

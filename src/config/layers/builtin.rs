@@ -31,6 +31,7 @@ templates! {
     "mode/sync.env"
     "runtime/process.env"
     "scaffold/cc.env"
+    "scaffold/custom.env"
     "scaffold/mini.env"
     "scaffold/oc.env"
     "scaffold/oh.env"

@@ -42,6 +42,12 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Folder of the agents' runtimes, which `setup/runtimes.sh` makes and sandboxes carry read-only."),
     row(AGENT, "SCAFFOLD_VERSION", Text, Unset("the version that was tested"), "", Common,
         "Version of the agent's runtime; `setup/runtimes.sh NAME@VERSION` installs others."),
+    row(AGENT, "HARBOR_AGENT_DISALLOWED_TOOLS", Text, Unset("all of the agent's tools"), "", Common,
+        "Tools that `cc` or `oc` does not get, by the agent's own names, separated by commas."),
+    row(AGENT, "SCAFFOLD_COMMAND", Text, Unset("needed by SCAFFOLD=custom alone"), "", Common,
+        "Shell command that starts the agent of `SCAFFOLD=custom` in the sandbox. Write it in single quotes: its `$NAME` are the sandbox's."),
+    row(AGENT, "SCAFFOLD_RUNTIME", Path, Unset("no files"), "", Common,
+        "Folder with the files of `SCAFFOLD=custom`; sandboxes carry it read-only at /opt/legorl/runtimes/custom."),
 
     row(SANDBOX, "SANDBOX_ROOTFS", Path, Unset("the host's system folders, read-only"), "", Common,
         "Root tree of process sandboxes."),

@@ -46,6 +46,7 @@ mod routing_replay;
 mod run_lock;
 mod sampling;
 mod sandbox;
+mod scaffold_runtime;
 mod schedule;
 mod shared_memory;
 mod staleness;
@@ -102,6 +103,7 @@ pub const ALL: &[&Rule] = &[
     &task_index::RULE,
     &input_paths::RULE,
     &sandbox::RULE,
+    &scaffold_runtime::RULE,
     &run_lock::RULE,
     &folders::RULE,
     &checkpoint_space::RULE,

@@ -8,7 +8,10 @@
 //! [`runtime`] tree of the host, mounted read-only. [`process`] holds what they have in common: the
 //! instruction's file, the log, the time limit, and what the agent's last words say about a failure.
 
+pub mod cc;
+pub mod custom;
 pub mod mini;
+pub mod oc;
 pub mod oh;
 pub mod ohsdk;
 pub mod process;
@@ -16,10 +19,12 @@ pub mod python;
 pub mod runtime;
 pub mod terminus2;
 
+pub use cc::{Cc, CcConfig};
+pub use custom::{Custom, CustomConfig};
 pub use mini::{Mini, MiniConfig};
+pub use oc::{Oc, OcConfig};
 pub use oh::Oh;
 pub use ohsdk::Ohsdk;
-pub use python::PythonAgentConfig;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use terminus2::Terminus2;
 
@@ -28,6 +33,15 @@ use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
 use async_trait::async_trait;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Scaffolds with a runtime tree, and the versions that they were tested with.
+pub const RUNTIMES: &[(&str, &str)] = &[
+    ("cc", cc::VERSION),
+    ("oc", oc::VERSION),
+    ("ohsdk", ohsdk::VERSION),
+    ("oh", oh::VERSION),
+    ("terminus2", terminus2::VERSION),
+];
 
 /// One kind of agent.
 #[async_trait]
@@ -62,6 +76,10 @@ pub struct AgentRequest {
     pub timeout: Duration,
     /// Model calls it may make.
     pub max_turns: u32,
+    /// Context window: prompt plus reply of a model call, tokens.
+    pub context_tokens: u32,
+    /// Longest reply of a model call, tokens.
+    pub max_tokens_per_turn: u32,
     /// Folder on the host for the agent's own log; must exist.
     pub log_dir: PathBuf,
 }

@@ -12,27 +12,29 @@
 //! | 1 | a server did not start or the conversation ended in an error; the last line says how |
 //! | 3 | it made all its turns |
 
-use super::python::{PythonAgent, PythonAgentConfig};
-use super::{AgentRequest, AgentRun, Scaffold, ScaffoldError};
+use super::python::PythonAgent;
+use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
 use async_trait::async_trait;
 
+/// The version that this scaffold was tested with.
+pub const VERSION: &str = "1.11.0";
 const AGENT: PythonAgent = PythonAgent {
     name: "oh",
-    pinned: "1.11.0",
+    pinned: VERSION,
     driver: include_str!("oh/driver.py"),
 };
 
 /// See the module.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Oh {
-    config: PythonAgentConfig,
+    runtime: RuntimeConfig,
 }
 
 impl Oh {
-    /// A scaffold.
-    pub fn new(config: PythonAgentConfig) -> Self {
-        Self { config }
+    /// A scaffold that uses this runtime.
+    pub fn new(runtime: RuntimeConfig) -> Self {
+        Self { runtime }
     }
 }
 
@@ -43,14 +45,14 @@ impl Scaffold for Oh {
     }
 
     fn check(&self) -> Result<(), ScaffoldError> {
-        AGENT.check(&self.config)
+        AGENT.check(&self.runtime)
     }
 
     fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        AGENT.mounts(&self.config)
+        AGENT.mounts(&self.runtime)
     }
 
     async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
-        AGENT.run(&self.config, sandbox, &request).await
+        AGENT.run(&self.runtime, sandbox, &request).await
     }
 }

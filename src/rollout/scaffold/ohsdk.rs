@@ -13,27 +13,29 @@
 //! When the proxy says that the context is full, its condenser asks for a summary in a request without tools,
 //! and the conversation goes on as system prompt and summary.
 
-use super::python::{PythonAgent, PythonAgentConfig};
-use super::{AgentRequest, AgentRun, Scaffold, ScaffoldError};
+use super::python::PythonAgent;
+use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
 use async_trait::async_trait;
 
+/// The version that this scaffold was tested with.
+pub const VERSION: &str = "1.58.2";
 const AGENT: PythonAgent = PythonAgent {
     name: "ohsdk",
-    pinned: "1.58.2",
+    pinned: VERSION,
     driver: include_str!("ohsdk/driver.py"),
 };
 
 /// See the module.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Ohsdk {
-    config: PythonAgentConfig,
+    runtime: RuntimeConfig,
 }
 
 impl Ohsdk {
-    /// A scaffold.
-    pub fn new(config: PythonAgentConfig) -> Self {
-        Self { config }
+    /// A scaffold that uses this runtime.
+    pub fn new(runtime: RuntimeConfig) -> Self {
+        Self { runtime }
     }
 }
 
@@ -44,14 +46,14 @@ impl Scaffold for Ohsdk {
     }
 
     fn check(&self) -> Result<(), ScaffoldError> {
-        AGENT.check(&self.config)
+        AGENT.check(&self.runtime)
     }
 
     fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        AGENT.mounts(&self.config)
+        AGENT.mounts(&self.runtime)
     }
 
     async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
-        AGENT.run(&self.config, sandbox, &request).await
+        AGENT.run(&self.runtime, sandbox, &request).await
     }
 }

@@ -27,17 +27,6 @@ const TURN_LIMIT: i32 = 3;
 /// Where drivers keep their records inside.
 const LOGS: &str = "/logs/agent";
 
-/// Choices of these scaffolds.
-#[derive(Clone, Debug)]
-pub struct PythonAgentConfig {
-    /// Which runtime.
-    pub runtime: RuntimeConfig,
-    /// Longest conversation that the policy takes, prompt and reply together, tokens.
-    pub context_tokens: u32,
-    /// Longest reply, tokens.
-    pub reply_tokens: u32,
-}
-
 /// One of these agents.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PythonAgent {
@@ -50,31 +39,29 @@ pub(super) struct PythonAgent {
 }
 
 impl PythonAgent {
-    fn runtime(&self, config: &PythonAgentConfig) -> Result<Runtime, ScaffoldError> {
-        Runtime::find(self.name, self.pinned, &config.runtime)
+    fn runtime(&self, config: &RuntimeConfig) -> Result<Runtime, ScaffoldError> {
+        Runtime::find(self.name, self.pinned, config)
     }
 
-    pub fn check(&self, config: &PythonAgentConfig) -> Result<(), ScaffoldError> {
+    pub fn check(&self, config: &RuntimeConfig) -> Result<(), ScaffoldError> {
         self.runtime(config)?.check()
     }
 
-    pub fn mounts(&self, config: &PythonAgentConfig) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+    pub fn mounts(&self, config: &RuntimeConfig) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
         Ok(vec![self.runtime(config)?.mount()])
     }
 
     /// Runs the driver to its end and takes its records out.
     pub async fn run(
         &self,
-        config: &PythonAgentConfig,
+        config: &RuntimeConfig,
         sandbox: &dyn Sandbox,
         request: &AgentRequest,
     ) -> Result<AgentRun, ScaffoldError> {
         let runtime = self.runtime(config)?;
         let put = |name, text| process::put(self.name, sandbox, &request.log_dir, name, text);
         let instruction = put("instruction.md", request.instruction.as_str()).await?;
-        let settings = self
-            .settings(config, sandbox, request, &instruction)
-            .to_string();
+        let settings = self.settings(sandbox, request, &instruction).to_string();
         let settings = put("settings.json", settings.as_str()).await?;
         // The driver is the same in every trial: it does not stay in the trial's folder.
         let driver = put("driver.py", self.driver).await?;
@@ -91,10 +78,7 @@ impl PythonAgent {
         };
         let run = process::run(sandbox, request, command).await?;
         // An agent that ended before it wrote anything left no folder.
-        sandbox
-            .make_dir(LOGS)
-            .await
-            .map_err(process::failed(self.name))?;
+        sandbox.make_dir(LOGS).await.map_err(process::failed(self.name))?;
         sandbox
             .download(LOGS, &request.log_dir)
             .await
@@ -102,13 +86,7 @@ impl PythonAgent {
         Ok(run)
     }
 
-    fn settings(
-        &self,
-        config: &PythonAgentConfig,
-        sandbox: &dyn Sandbox,
-        request: &AgentRequest,
-        instruction: &str,
-    ) -> Value {
+    fn settings(&self, sandbox: &dyn Sandbox, request: &AgentRequest, instruction: &str) -> Value {
         let endpoint = &request.endpoint;
         json!({
             "instruction": instruction,
@@ -118,8 +96,8 @@ impl PythonAgent {
             "api_key": endpoint.secret,
             "session": endpoint.session.to_string(),
             "max_turns": request.max_turns,
-            "context_tokens": config.context_tokens,
-            "output_tokens": config.reply_tokens,
+            "context_tokens": request.context_tokens,
+            "output_tokens": request.max_tokens_per_turn,
             "timeout": request.timeout.max(Duration::from_secs(1)).as_secs(),
         })
     }

@@ -18,27 +18,29 @@
 //! about the summary in a conversation of its own, answers them, and begins anew with the first prompt, the
 //! questions and the answers.
 
-use super::python::{PythonAgent, PythonAgentConfig};
-use super::{AgentRequest, AgentRun, Scaffold, ScaffoldError};
+use super::python::PythonAgent;
+use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
 use async_trait::async_trait;
 
+/// The version that this scaffold was tested with.
+pub const VERSION: &str = "0.26.0";
 const AGENT: PythonAgent = PythonAgent {
     name: "terminus2",
-    pinned: "0.26.0",
+    pinned: VERSION,
     driver: include_str!("terminus2/driver.py"),
 };
 
 /// See the module.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Terminus2 {
-    config: PythonAgentConfig,
+    runtime: RuntimeConfig,
 }
 
 impl Terminus2 {
-    /// A scaffold.
-    pub fn new(config: PythonAgentConfig) -> Self {
-        Self { config }
+    /// A scaffold that uses this runtime.
+    pub fn new(runtime: RuntimeConfig) -> Self {
+        Self { runtime }
     }
 }
 
@@ -49,14 +51,14 @@ impl Scaffold for Terminus2 {
     }
 
     fn check(&self) -> Result<(), ScaffoldError> {
-        AGENT.check(&self.config)
+        AGENT.check(&self.runtime)
     }
 
     fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        AGENT.mounts(&self.config)
+        AGENT.mounts(&self.runtime)
     }
 
     async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
-        AGENT.run(&self.config, sandbox, &request).await
+        AGENT.run(&self.runtime, sandbox, &request).await
     }
 }

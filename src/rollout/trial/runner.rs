@@ -257,6 +257,8 @@ impl TrialRunner {
             endpoint,
             timeout: budget.agent,
             max_turns: self.config.max_turns,
+            context_tokens: self.config.max_total_tokens,
+            max_tokens_per_turn: self.config.max_tokens_per_turn,
             log_dir: folder.agent_dir(),
         };
         let ran = within(
