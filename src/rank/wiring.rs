@@ -41,7 +41,8 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, RuntimeConfig, Scaffold,
+            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, Oh, Ohsdk, RuntimeConfig,
+            Scaffold, Terminus2,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -304,6 +305,8 @@ fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
             command: agent.command.clone().unwrap_or_default(),
             runtime: agent.custom_runtime.clone(),
         }))),
-        other => bail!("SCAFFOLD={other} is not in this version"),
+        ScaffoldName::Ohsdk => Ok(Arc::new(Ohsdk::new(runtime))),
+        ScaffoldName::Oh => Ok(Arc::new(Oh::new(runtime))),
+        ScaffoldName::Terminus2 => Ok(Arc::new(Terminus2::new(runtime))),
     }
 }

@@ -17,5 +17,8 @@ mod cc;
 mod check;
 mod custom;
 mod oc;
+mod oh;
+mod ohsdk;
 mod script;
+mod terminus2;
 mod wire;
