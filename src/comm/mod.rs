@@ -18,6 +18,8 @@
 //! missing rank has a name, and engine traffic flows while a rank waits in a barrier. [`Collectives`] are
 //! those on tensors, over groups of ranks, that are started and waited for separately.
 //!
+//! [`nccl_group`] gives those between the memories of GPUs.
+//!
 //! Invariant: only the module `mpi` calls MPI, and there from one thread that owns it from
 //! `MPI_Init_thread` to `MPI_Finalize`.
 
@@ -29,13 +31,17 @@ mod launch;
 mod mailbox;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
 #[cfg(test)]
 mod tests;
 
 pub use error::CommError;
 pub use group::{group, Collectives, Element, Memory, Pending};
-pub use launch::{launch_world, LaunchKind, World};
+pub use launch::{launch_world, local_rank, LaunchKind, World};
 pub use mailbox::{Inbox, InboxError};
+#[cfg(feature = "cuda")]
+pub use nccl::nccl_group;
 
 use bytes::Bytes;
 use std::{sync::Arc, time::Duration};

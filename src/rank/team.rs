@@ -10,10 +10,15 @@
 //! it says every [`ALIVE_INTERVAL`] that it is there, and a rank that hears nothing for [`SILENCE_MAX`]
 //! ends with an error.
 
-use super::{checkpointing, wiring};
+use super::{
+    checkpointing,
+    placement::{placement, Placement},
+    stages, wiring,
+};
 use crate::{
     comm::{CommError, Communicator, Inbox, InboxError, Tag},
     config::settings::Settings,
+    model::{hf::ModelConfig, net::Device},
     train::{
         batch::TrainBatch,
         trainer::{Mesh, MeshConfig, Trainer},
@@ -65,6 +70,7 @@ enum Order {
 /// The mesh of the trainer ranks; none when there is one.
 pub fn mesh(
     settings: &Settings,
+    place: Placement,
     comm: &Arc<dyn Communicator>,
     ranks: &[u32],
 ) -> anyhow::Result<Option<Arc<Mesh>>> {
@@ -75,6 +81,10 @@ pub fn mesh(
         ranks: ranks.to_vec(),
         sequence: settings.topology.sp_size,
         experts: settings.plan.ep_size,
+        device: match place.trainer {
+            Device::Cuda(number) => Some(number),
+            _ => None,
+        },
         timeout: STEP_DEADLINE,
     };
     Ok(Some(Arc::new(Mesh::new(comm, &config)?)))
@@ -212,11 +222,15 @@ pub fn follow(
     else {
         bail!("the first order of rank 0 is not to start: do all ranks run the same build?");
     };
-    let mesh = mesh(settings, comm, trainers)?;
+    let model = ModelConfig::from_dir(&settings.model.path)?;
+    let place = placement(settings, &model)?;
+    let replay = stages::replay(settings, &model)?;
+    let mesh = mesh(settings, place, comm, trainers)?;
     let resume = checkpoint
         .map(|(step, path)| checkpointing::read(settings, step, path))
         .transpose()?;
-    let mut trainer: Trainer = wiring::make_trainer(settings, total_steps, resume.as_ref(), mesh)?;
+    let mut trainer: Trainer =
+        wiring::make_trainer(settings, place, total_steps, replay, resume.as_ref(), mesh)?;
     loop {
         match orders.order()? {
             Order::Step { pieces } => {

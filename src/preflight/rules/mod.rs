@@ -22,6 +22,7 @@ mod batch;
 mod checkpoint_space;
 mod clip_range;
 mod context_window;
+mod device;
 mod docker_daemon;
 mod docker_scaffold;
 mod folders;
@@ -47,6 +48,7 @@ mod routing_replay;
 mod run_lock;
 mod sampling;
 mod sandbox;
+mod scaffold_runtime;
 mod schedule;
 mod shared_memory;
 mod staleness;
@@ -73,6 +75,7 @@ pub const ALL: &[&Rule] = &[
     &world_size::RULE,
     &tensor_parallel::RULE,
     &parallel_sizes::RULE,
+    &device::RULE,
     &memory::RULE,
     &veomni::RULE,
     &routing_replay::RULE,
@@ -104,6 +107,7 @@ pub const ALL: &[&Rule] = &[
     &task_index::RULE,
     &input_paths::RULE,
     &sandbox::RULE,
+    &scaffold_runtime::RULE,
     &run_lock::RULE,
     &folders::RULE,
     &checkpoint_space::RULE,

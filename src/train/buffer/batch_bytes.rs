@@ -7,11 +7,12 @@
 //!
 //! Everything is little-endian.
 
-use super::record::{self, RecordHeader, HEADER_BYTES};
+use super::record::{self, BodyStore, RecordHeader, HEADER_BYTES};
 use crate::{
     base::{GroupId, PolicyVersion, TrialEnd},
     train::batch::{TrainBatch, TrainGroup},
 };
+use std::sync::Arc;
 
 impl TrainBatch {
     /// The batch as bytes. The text of an error says what cannot be stored.
@@ -80,7 +81,12 @@ impl<'a> Reader<'a> {
             if crc32fast::hash(body) != header.body_crc {
                 return Err("a trial of a batch has another checksum than its bytes".into());
             }
-            match record::decode(&header, body)? {
+            // Rows of routing stay in these bytes.
+            let place = BodyStore {
+                store: Arc::new(body.to_vec()),
+                at: 0,
+            };
+            match record::decode(&header, body, &place)? {
                 TrialEnd::Finished(trajectory) => trajectories.push(trajectory),
                 TrialEnd::Dropped { key, reason, .. } => dropped.push((key, reason)),
             }

@@ -16,6 +16,7 @@
 use super::{
     head::{self, HeadInput},
     mesh::Mesh,
+    replay,
     samples::{Samples, TokenValues},
     shards::{PendingGradients, Shards},
     BackwardMode, TrainError, TrainerConfig,
@@ -103,6 +104,17 @@ impl PackedBatch {
     /// This rank's part of numbers of all sampled tokens of the row.
     pub(super) fn own_part<'n>(&self, numbers: &'n [f64]) -> &'n [f64] {
         &numbers[self.own.clone()]
+    }
+
+    /// Takes the experts of these sequences, the same as in [`PackedBatch::new`], from their records.
+    pub(super) fn replaying(mut self, samples: &Samples, indices: &[usize]) -> Self {
+        let device = self.ids.device();
+        let tokens = self.layout.num_tokens();
+        self.layout = match replay::experts(samples, indices, tokens, device) {
+            Some(experts) => self.layout.with_replay(experts),
+            None => self.layout,
+        };
+        self
     }
 
     /// Rows `[N,H]` of the residual stream `[T,H]` that predict a sampled token.
@@ -196,11 +208,10 @@ impl Gradients {
 
     /// Sum of squares over all of them.
     pub(super) fn square(&self) -> f64 {
-        let square = |g: &Tensor| {
-            let norm = g.norm().double_value(&[]);
-            norm * norm
-        };
-        self.tensors.iter().map(square).sum::<f64>()
+        // One look at the device for all tensors.
+        let norms: Vec<Tensor> = self.tensors.iter().map(|g| g.norm()).collect();
+        let norms = to_vec(&Tensor::stack(&norms, 0));
+        norms.iter().map(|norm| norm * norm).sum::<f64>()
     }
 
     /// Scales all gradients so that their norm, now `norm`, is at most `limit`.

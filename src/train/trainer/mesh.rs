@@ -35,6 +35,8 @@ pub struct MeshConfig {
     pub sequence: u32,
     /// Ranks that share the experts of a layer (`EP_SIZE`); divides their number.
     pub experts: u32,
+    /// CUDA device of this process that holds the tensors; `None` where they are in host memory.
+    pub device: Option<usize>,
     /// Longest wait for the other ranks in one operation.
     pub timeout: Duration,
 }
@@ -85,9 +87,13 @@ impl Mesh {
         let make = |number: u16, member: &dyn Fn(usize) -> bool| {
             let members: Vec<u32> = (0..n).filter(|r| member(*r)).map(|r| ranks[r]).collect();
             let group = group(comm.clone(), &members, Tag::group(number), config.timeout)?;
+            let tensors = match config.device {
+                Some(device) if members.len() > 1 => on_device(&group, device, config.timeout)?,
+                _ => group.clone(),
+            };
             Ok::<_, CommError>(TensorGroup {
-                numbers: group.clone(),
-                tensors: group,
+                numbers: group,
+                tensors,
                 failure: failure.clone(),
             })
         };
@@ -156,6 +162,30 @@ impl Mesh {
         let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
         failure.clone().map_or(Ok(()), |error| Err(error.into()))
     }
+}
+
+/// The same group between the memories of devices.
+#[cfg(feature = "cuda")]
+fn on_device(
+    group: &Arc<dyn Collectives>,
+    device: usize,
+    timeout: Duration,
+) -> Result<Arc<dyn Collectives>, CommError> {
+    crate::comm::nccl_group(&**group, device, timeout)
+}
+
+/// The same group between the memories of devices.
+#[cfg(not(feature = "cuda"))]
+fn on_device(
+    group: &Arc<dyn Collectives>,
+    _device: usize,
+    _timeout: Duration,
+) -> Result<Arc<dyn Collectives>, CommError> {
+    Err(CommError::Device {
+        rank: group.members()[group.place()],
+        phase: "start of NCCL".into(),
+        problem: "this program was built without CUDA".into(),
+    })
 }
 
 /// Tensors between the ranks of one group.

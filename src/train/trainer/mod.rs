@@ -24,6 +24,10 @@
 //! The correction for another sampling policy and the penalty in the reward need the old log-probabilities
 //! before the loss; with them the recomputation is always made.
 //!
+//! *Routing replay (R3).* Where the rollout recorded experts, every pass of the policy takes them instead of
+//! choosing ([`crate::model::net`], router); tokens without a record choose freely and are counted. The reference
+//! and the critic are other networks, whose own routers choose.
+//!
 //! *Sequences that cannot move anything* (advantage exactly 0, no KL term, no entropy bonus) get their
 //! forward pass for the metrics and no backward pass; their gradient is zero.
 //!
@@ -45,6 +49,7 @@ mod mesh;
 mod metrics;
 mod optimizer;
 mod packing;
+mod replay;
 mod samples;
 mod shards;
 mod state;
@@ -291,7 +296,8 @@ impl Trainer {
     /// Log-probabilities of all sequences under the policy before the first update.
     fn recompute_logprobs(&self, samples: &mut Samples) -> Result<(), TrainError> {
         let network = Network::new(&self.policy, &self.shards, &self.config);
-        let values = logprobs(&network, &self.config, self.mesh.as_deref(), samples)?;
+        let mesh = self.mesh.as_deref();
+        let values = logprobs(&network, &self.config, mesh, samples, true)?;
         for (sample, values) in samples.sequences.iter_mut().zip(values) {
             sample.training_logprobs = Some(values);
         }
@@ -351,7 +357,7 @@ impl Trainer {
             let dealt = deal(&lengths, self.config.max_token_len_per_gpu, mesh);
             for micro_batch in dealt.own() {
                 let indices: Vec<usize> = micro_batch.iter().map(|&place| mini_batch[place]).collect();
-                let packed = network.pack(samples, &indices);
+                let packed = network.pack(samples, &indices).replaying(samples, &indices);
 
                 let begin = Instant::now();
                 let mut kept = network.forward(&packed, learns)?;
@@ -395,25 +401,29 @@ fn reference_logprobs(
     samples: &mut Samples,
 ) -> Result<(), TrainError> {
     let network = Network::new(&reference.policy, &reference.shards, config);
-    let values = logprobs(&network, config, reference.shards.mesh(), samples)?;
+    let values = logprobs(&network, config, reference.shards.mesh(), samples, false)?;
     for (sample, values) in samples.sequences.iter_mut().zip(values) {
         sample.reference_logprobs = Some(values);
     }
     Ok(())
 }
 
-/// Log-probabilities of the sampled tokens of all sequences.
+/// Log-probabilities of the sampled tokens of all sequences; the policy's own passes replay recorded experts.
 fn logprobs(
     network: &Network<'_>,
     config: &TrainerConfig,
     mesh: Option<&Mesh>,
     samples: &Samples,
+    replays: bool,
 ) -> Result<Vec<Vec<f64>>, TrainError> {
     let all: Vec<usize> = (0..samples.sequences.len()).collect();
     let mut columns = vec![Vec::new(); all.len()];
     let dealt = deal(&samples.lengths(&all), config.max_token_len_per_gpu, mesh);
     for micro_batch in dealt.own() {
-        let packed = network.pack(samples, micro_batch);
+        let mut packed = network.pack(samples, micro_batch);
+        if replays {
+            packed = packed.replaying(samples, micro_batch);
+        }
         let values = network.forward(&packed, false)?.values;
         for (&index, value) in micro_batch.iter().zip(packed.split(values)) {
             columns[index] = value.logprobs;

@@ -11,7 +11,10 @@
 //! ```
 
 use super::{block_loop::Gradients, shards::Shards, TrainError};
-use crate::base::{WeightError, WeightTensor};
+use crate::{
+    base::{WeightError, WeightTensor},
+    model::net::{fused_adamw, AdamWStep, AdamWTensors},
+};
 use tch::{no_grad, Tensor};
 
 /// Constants of the optimizer.
@@ -94,6 +97,9 @@ impl AdamW {
             eps,
             weight_decay,
         } = self.config;
+        if self.slots.first().is_some_and(|s| s.parameter.device().is_cuda()) {
+            return self.update_fused(gradients, lr);
+        }
         let t = self.updates as f64;
         let correction1 = 1.0 - beta1.powf(t);
         let correction2 = 1.0 - beta2.powf(t);
@@ -110,6 +116,37 @@ impl AdamW {
                 let _ = slot.parameter.addcdiv_(&step, &denominator);
             }
         });
+    }
+
+    /// The same in libtorch's fused kernels: of what the device waits for, memory is the smaller part as
+    /// long as every parameter needs launches of its own.
+    fn update_fused(&self, gradients: &Gradients, lr: f64) {
+        for decays in [true, false] {
+            let (mut parameters, mut given) = (Vec::new(), Vec::new());
+            let (mut first, mut second) = (Vec::new(), Vec::new());
+            for (slot, gradient) in self.slots.iter().zip(&gradients.tensors) {
+                if slot.decays == decays {
+                    parameters.push(slot.parameter.shallow_clone());
+                    given.push(gradient.shallow_clone());
+                    first.push(slot.first.shallow_clone());
+                    second.push(slot.second.shallow_clone());
+                }
+            }
+            let tensors = AdamWTensors {
+                parameters: &parameters,
+                gradients: &given,
+                first: &first,
+                second: &second,
+            };
+            let step = AdamWStep {
+                lr,
+                betas: (self.config.beta1, self.config.beta2),
+                eps: self.config.eps,
+                weight_decay: if decays { self.config.weight_decay } else { 0.0 },
+                number: self.updates,
+            };
+            fused_adamw(&tensors, &step);
+        }
     }
 
     /// Copies of the moments, whole: `exp_avg.<name>` and `exp_avg_sq.<name>`.

@@ -22,6 +22,7 @@ use rand_chacha::ChaCha8Rng;
 use tch::{no_grad, Device, Kind, Tensor};
 
 mod algorithms;
+mod replay;
 
 const VOCAB: usize = 29;
 
@@ -63,6 +64,7 @@ fn config() -> TrainerConfig {
         bypass_old_logprobs: false,
         importance: None,
         rejection: None,
+        replay: None,
         optimizer: AdamWConfig::default(),
         lr: LrSchedule::constant(1e-3),
         max_grad_norm: 1.0,

@@ -48,6 +48,7 @@ fn mesh(comm: &Arc<dyn Communicator>, plan: Plan) -> Arc<Mesh> {
         ranks: (0..comm.size()).collect(),
         sequence: plan.sequence,
         experts: plan.experts,
+        device: None,
         timeout: Duration::from_secs(60),
     };
     Arc::new(Mesh::new(comm, &config).unwrap())
@@ -328,6 +329,7 @@ fn a_rank_that_does_not_come_is_named() {
             ranks: vec![0, 1],
             sequence: 2,
             experts: 1,
+            device: None,
             timeout: Duration::from_millis(300),
         };
         let mesh = Arc::new(Mesh::new(&comm, &config).unwrap());
@@ -346,6 +348,7 @@ fn sizes_that_cannot_be_shared_are_refused_by_variable() {
             ranks: (0..4).collect(),
             sequence,
             experts,
+            device: None,
             timeout: Duration::from_secs(5),
         };
         let error = Mesh::new(&comm, &config(3, 1)).err().unwrap().to_string();
@@ -355,6 +358,25 @@ fn sizes_that_cannot_be_shared_are_refused_by_variable() {
         let error = error.err().unwrap().to_string();
         assert!(error.contains("EP_SIZE=4"), "{error}");
     });
+}
+
+#[test]
+fn a_batch_travels_bit_for_bit() {
+    let mut sent = batch(3, 3);
+    sent.groups[1].dropped.push((
+        TrialKey {
+            purpose: Purpose::Train,
+            group: GroupId(1),
+            sample: 9,
+        },
+        DropReason::EnvSetupFailed,
+    ));
+    sent.groups[2].start_version = PolicyVersion(7);
+    sent.groups[0].trajectories[0].outcome.reward = 0.1 + 0.2;
+    let bytes = sent.to_bytes().unwrap();
+    let got = TrainBatch::from_bytes(&bytes).unwrap();
+    assert_eq!(format!("{got:?}"), format!("{sent:?}"));
+    assert!(TrainBatch::from_bytes(&bytes[..bytes.len() - 8]).is_err());
 }
 
 /// Runs this test again as the ranks of an `mpirun`; they come to `body`.
