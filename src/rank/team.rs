@@ -239,8 +239,8 @@ pub fn follow(
                     .step(&batch)
                     .with_context(|| format!("step {}", batch.step))?;
             }
-            Order::Weights => drop(trainer.export_weights()?),
-            Order::Save => drop(trainer.save_state()?),
+            Order::Weights => trainer.assist_export()?,
+            Order::Save => trainer.assist_save()?,
             Order::End => return Ok(()),
             Order::Start { .. } | Order::Alive => bail!("rank 0 started the trainer twice"),
         }

@@ -249,6 +249,12 @@ impl Critic {
         })
     }
 
+    /// This rank's part of an export that another rank keeps.
+    pub(super) fn assist_export(&self) -> Result<(), TrainError> {
+        self.shards.assist_export(&self.shards.shares())?;
+        self.optimizer.assist_export(&self.shards)
+    }
+
     /// Reads a saved state, for [`Critic::restore`]; nothing changes.
     pub(super) fn read(&self, state: &CriticState) -> Result<SavedCritic, WeightError> {
         Ok(SavedCritic {

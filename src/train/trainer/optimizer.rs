@@ -149,14 +149,26 @@ impl AdamW {
         }
     }
 
-    /// Copies of the moments, whole: `exp_avg.<name>` and `exp_avg_sq.<name>`.
-    pub(super) fn export(&self, shards: &Shards) -> Result<Vec<WeightTensor>, TrainError> {
+    /// First and second moments of this rank.
+    fn columns(&self) -> [Vec<Tensor>; 2] {
         let column = |of: fn(&Slot) -> &Tensor| -> Vec<Tensor> {
             self.slots.iter().map(|slot| of(slot).shallow_clone()).collect()
         };
-        let mut all = shards.export("exp_avg.", &column(|slot| &slot.first))?;
-        all.extend(shards.export("exp_avg_sq.", &column(|slot| &slot.second))?);
+        [column(|slot| &slot.first), column(|slot| &slot.second)]
+    }
+
+    /// Copies of the moments, whole: `exp_avg.<name>` and `exp_avg_sq.<name>`.
+    pub(super) fn export(&self, shards: &Shards) -> Result<Vec<WeightTensor>, TrainError> {
+        let [first, second] = self.columns();
+        let mut all = shards.export("exp_avg.", &first)?;
+        all.extend(shards.export("exp_avg_sq.", &second)?);
         Ok(all)
+    }
+
+    /// This rank's part of an export that another rank keeps.
+    pub(super) fn assist_export(&self, shards: &Shards) -> Result<(), TrainError> {
+        let mut columns = self.columns().into_iter();
+        columns.try_for_each(|column| shards.assist_export(&column))
     }
 
     /// Reads moments as exported, for [`AdamW::restore`].

@@ -378,10 +378,20 @@ impl Shards {
         self.pieces.iter().zip(shares).map(one).collect()
     }
 
+    /// This rank's part of an export that another rank keeps: nothing whole stays here.
+    pub(super) fn assist_export(&self, shares: &[Tensor]) -> Result<(), TrainError> {
+        let mut pairs = self.pieces.iter().zip(shares);
+        pairs.try_for_each(|(piece, share)| self.whole(piece, share).map(drop))
+    }
+
+    /// This rank's shares of all parameters.
+    pub(super) fn shares(&self) -> Vec<Tensor> {
+        self.pieces.iter().map(|p| p.share.shallow_clone()).collect()
+    }
+
     /// Copies of the parameters, whole, in checkpoint order.
     pub(super) fn export_parameters(&self) -> Result<Vec<WeightTensor>, TrainError> {
-        let shares: Vec<Tensor> = self.pieces.iter().map(|p| p.share.shallow_clone()).collect();
-        self.export("", &shares)
+        self.export("", &self.shares())
     }
 
     /// Whole tensors that are shared as the parameters are.

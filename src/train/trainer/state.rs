@@ -44,6 +44,18 @@ impl Trainer {
         })
     }
 
+    /// What the other ranks do while one calls [`Trainer::export_weights`]; they keep nothing.
+    pub fn assist_export(&self) -> Result<(), TrainError> {
+        self.shards.assist_export(&self.shards.shares())
+    }
+
+    /// What the other ranks do while one calls [`Trainer::save_state`]; they keep nothing.
+    pub fn assist_save(&self) -> Result<(), TrainError> {
+        self.assist_export()?;
+        self.optimizer.assist_export(&self.shards)?;
+        self.critic.as_ref().map_or(Ok(()), Critic::assist_export)
+    }
+
     /// Continues from a saved state, whatever number of ranks made it: on the same number the next step gives bit for bit what it would have given then.
     /// Nothing changes unless all tensors fit. The critic of a trainer that has none is passed over.
     pub fn load_state(
