@@ -195,3 +195,34 @@ fn cc_survives_a_policy_that_answers_nonsense() {
         ..CcConfig::default()
     })));
 }
+
+#[test]
+fn probe_cc_echo() {
+    let cc = cc().unwrap();
+    let outcome = scripted("copy-01", cc, Markup::Qwen3Coder, &Limits::default(), |asked| match asked.replies() {
+        0 => Turn::calls("Bash", json!({"command": "cd /app && ls -la", "timeout": "5000", "extra": "x"}))
+            .and("Write", json!({"file_path": "/app/x.py", "content": "a = 1   \n\n  b = 2\t\n"}))
+            .and("Bash", json!({"command": "find . -name '*.txt' -exec echo {} \\\\;"}))
+            .and("Bash", json!({"command": "cd otter && ls; cd /app"}))
+            .and("Bash", json!({"command": "cd /app; ls"}))
+            .and("Read", json!({"file_path": "daisy.txt"}))
+            .and("Bash", json!({"cmd": "ls"})),
+        1 => Turn::calls("Edit", json!({"file_path": "/app/x.py", "old_string": "a = 1   ", "new_string": "a = 3  \n"}))
+            .and("Read", json!({"file_path": "/app/daisy.txt", "offset": "1"}))
+            .and("Nope", json!({"x": 1}))
+            .and("Edit", json!({"file_path": "daisy.txt", "old_string": "olive", "new_string": "olives", "replace_all": "true"}))
+            .and("Bash", json!({"command": "  ls  \n"})),
+        _ => Turn::says("Done."),
+    });
+    for e in &outcome.exchanges {
+        for m in e.json()["messages"].as_array().unwrap() {
+            if m["role"] == "assistant" {
+                eprintln!("{}", serde_json::to_string(m).unwrap());
+            }
+        }
+    }
+    for c in &outcome.calls {
+        eprintln!("{}", outcome.decode_sampled(c));
+    }
+    eprintln!("{}", outcome.story());
+}
