@@ -6,6 +6,11 @@
 #
 #   cc          Claude Code      npm, about 190 MB to download, 400 MB on disk
 #   oc          OpenCode         npm, about 60 MB to download, 190 MB on disk
+#   ohsdk       OpenHands SDK    Python, about 250 MB to download, 800 MB on disk
+#   oh          OpenHands        Python, about 350 MB to download, 1200 MB on disk
+#   terminus2   Terminus 2       Python, about 120 MB to download, 500 MB on disk
+#
+# Those in Python bring their own interpreter: setup/runtimes/python.sh.
 #
 # Runtimes lie in LEGORL_RUNTIMES, or in `runtimes` of the user's cache (LEGORL_CACHE moves the cache).
 # Downloads are compared with pinned checksums, other versions with the registry's own. A folder appears under
@@ -26,6 +31,9 @@ pinned() {
   case $1 in
     cc) echo 2.1.332 ;;
     oc) echo 1.18.33 ;;
+    ohsdk) echo 1.58.2 ;;
+    oh) echo 1.11.0 ;;
+    terminus2) echo 0.26.0 ;;
     *) return 1 ;;
   esac
 }
@@ -33,6 +41,7 @@ size_mb() {
   case $1 in
     cc) echo 800 ;;
     oc) echo 400 ;;
+    terminus2) echo 1200 ;;
     *) echo 2000 ;;
   esac
 }
@@ -58,6 +67,15 @@ make_oc() {
   echo bin/opencode
 }
 
+make_python() {
+  # The place inside sandboxes is in the tree's programs.
+  setup/runtimes/python.sh "$1" "$2" "$3" "/opt/legorl/runtimes/$1-$2" || exit 1
+  echo bin/python3
+}
+make_ohsdk() { make_python ohsdk "$@"; }
+make_oh() { make_python oh "$@"; }
+make_terminus2() { make_python terminus2 "$@"; }
+
 # starts PROGRAM: it runs on this machine and says its version.
 starts() {
   local home; home=$(mktemp -d)
@@ -80,11 +98,11 @@ finish() {
 
 install() {
   local name=${1%%@*} version=${1#*@} target part entry free
-  [ "$version" != "$1" ] || version=$(pinned "$name") || die "there is no runtime \`$name\`; there are: cc oc"
+  [ "$version" != "$1" ] || version=$(pinned "$name") || die "there is no runtime \`$name\`; there are: cc oc ohsdk oh terminus2"
   case $version in ''|*[!A-Za-z0-9._+-]*) die "\`$version\` is not a version" ;; esac
   target=$root/$name-$version
   if [ -e "$target/runtime.manifest" ]; then say "$name $version is in $target"; return; fi
-  declare -F "make_$name" >/dev/null || die "there is no runtime \`$name\`; there are: cc oc"
+  declare -F "make_$name" >/dev/null || die "there is no runtime \`$name\`; there are: cc oc ohsdk oh terminus2"
   [ -z "${LEGORL_OFFLINE:-}" ] || die "$name $version is not in $root, and LEGORL_OFFLINE forbids downloads"
   mkdir -p "$root"
   # Two at once: the second waits and finds the work done.
@@ -105,5 +123,5 @@ install() {
   say "$name $version is in $target ($(du -sm "$target" | cut -f1) MB)"
 }
 
-[ $# -gt 0 ] || { sed -n '2,9p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,13p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
 for one in "$@"; do install "$one"; done

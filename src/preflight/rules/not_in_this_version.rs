@@ -28,7 +28,7 @@ const ROWS: &[Row] = &[
     (
         "SCAFFOLD",
         |s| s.run.scaffold.to_string(),
-        &["mini", "cc", "oc", "custom"],
+        &["mini", "cc", "oc", "ohsdk", "oh", "terminus2", "custom"],
     ),
     (
         "TOOL_CALL_PARSER",

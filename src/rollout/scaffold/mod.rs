@@ -12,14 +12,21 @@ pub mod cc;
 pub mod custom;
 pub mod mini;
 pub mod oc;
+pub mod oh;
+pub mod ohsdk;
 pub mod process;
+pub mod python;
 pub mod runtime;
+pub mod terminus2;
 
 pub use cc::{Cc, CcConfig};
 pub use custom::{Custom, CustomConfig};
 pub use mini::{Mini, MiniConfig};
 pub use oc::{Oc, OcConfig};
+pub use oh::Oh;
+pub use ohsdk::Ohsdk;
 pub use runtime::{Runtime, RuntimeConfig};
+pub use terminus2::Terminus2;
 
 use crate::base::SessionEndpoint;
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
@@ -28,7 +35,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// Scaffolds with a runtime tree, and the versions that they were tested with.
-pub const RUNTIMES: &[(&str, &str)] = &[("cc", cc::VERSION), ("oc", oc::VERSION)];
+pub const RUNTIMES: &[(&str, &str)] = &[
+    ("cc", cc::VERSION),
+    ("oc", oc::VERSION),
+    ("ohsdk", ohsdk::VERSION),
+    ("oh", oh::VERSION),
+    ("terminus2", terminus2::VERSION),
+];
 
 /// One kind of agent.
 #[async_trait]

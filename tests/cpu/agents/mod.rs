@@ -17,7 +17,10 @@ mod cc;
 mod check;
 mod custom;
 mod oc;
+mod oh;
+mod ohsdk;
 mod script;
+mod terminus2;
 mod wire;
 
 use bench::{run, scripted, tokenizer_dir, Limits, Outcome};
