@@ -22,3 +22,13 @@ mod ohsdk;
 mod script;
 mod terminus2;
 mod wire;
+
+use bench::Outcome;
+use legorl::{base::StopReason, rollout::trial::AttemptEnd};
+
+fn stop(outcome: &Outcome) -> StopReason {
+    match &outcome.end {
+        AttemptEnd::Finished(trajectory) => trajectory.outcome.stop,
+        other => panic!("{other:?}\n{}", outcome.story()),
+    }
+}
