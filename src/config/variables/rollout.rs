@@ -65,7 +65,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(PROXY, "MAX_REQUEST_BODY_MB", Integer { min: 1, max: 65536 }, Value("256"), "MiB", Advanced,
         "Largest request body; a larger one is refused with status 413."),
     row(PROXY, "PROXY_TRAIN_BRANCHES", Text, Value("main,sub_agent,compaction,retry,rewritten"), "", Advanced,
-        "Kinds of branches of a trial that are trained on; `side` (requests without tools, such as titles) is the other one."),
+        "Kinds of branches of a trial that are trained on; the others are `summary` (requests for a summary, from which a later conversation begins) and `side` (requests without tools, such as titles)."),
     row(PROXY, "PROXY_MAX_SESSION_TOKENS", integer(1), Unset("no cap"), "tokens", Advanced,
         "Sampled tokens of a trial over all its branches; then its requests are answered with a notice."),
 

@@ -170,3 +170,9 @@ fn terminus2_that_never_ends_is_ended_by_its_turns() {
     check(&outcome);
     witness(&outcome);
 }
+
+#[test]
+fn terminus2_survives_a_policy_that_answers_nonsense() {
+    let Some(agent) = terminus2() else { return };
+    super::nonsense(agent);
+}

@@ -146,10 +146,11 @@ def shims(workspace):
     # It would make every task's folder a git repository, and the verifier would find it.
     from openhands.app_server.app_conversation import app_conversation_service_base as base
 
-    async def no_repository(self, task, workspace, sandbox=None):
+    async def nothing(self, *_, **__):
         return None
 
-    base.AppConversationServiceBase.clone_or_init_git_repo = no_repository
+    base.AppConversationServiceBase.clone_or_init_git_repo = nothing
+    base.AppConversationServiceBase.maybe_setup_git_hooks = nothing
 
 
 class Api:
