@@ -159,6 +159,10 @@ pub struct ModelSettings {
     pub served_model_name: String,
     /// `TOOL_CALL_PARSER`.
     pub tool_call_parser: ToolCallParser,
+    /// `DEVICE`: where trainer and engine compute.
+    pub device: DeviceName,
+    /// `MODEL_DTYPE`; `None` is bf16 on a GPU and f32 on the CPU.
+    pub dtype: Option<ModelDtype>,
 }
 
 /// Task indexes and token budgets.

@@ -353,6 +353,10 @@ fn read(r: &mut Resolver<'_>) -> Settings {
                 ToolCallParser::from_name,
                 ToolCallParser::Hermes,
             ),
+            device: r.choice("DEVICE", DeviceName::from_name, DeviceName::Auto),
+            dtype: r
+                .text("MODEL_DTYPE")
+                .and_then(|text| ModelDtype::from_name(&text)),
         },
         schedule: ScheduleSettings {
             total_epochs: r.u32("TOTAL_EPOCHS"),

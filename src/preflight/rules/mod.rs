@@ -22,6 +22,7 @@ mod batch;
 mod checkpoint_space;
 mod clip_range;
 mod context_window;
+mod device;
 mod docker_daemon;
 mod docker_scaffold;
 mod folders;
@@ -72,6 +73,7 @@ pub const ALL: &[&Rule] = &[
     &topology::RULE,
     &world_size::RULE,
     &tensor_parallel::RULE,
+    &device::RULE,
     &memory::RULE,
     &veomni::RULE,
     &routing_replay::RULE,
