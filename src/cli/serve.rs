@@ -190,15 +190,13 @@ async fn engine(args: &ServeArgs, settings: &Settings) -> anyhow::Result<Arc<dyn
 #[cfg(feature = "torch")]
 fn native(settings: &Settings) -> anyhow::Result<Arc<dyn Engine>> {
     use crate::{
-        model::net::{Device, Policy},
-        rank::wiring,
+        model::hf::ModelConfig,
+        rank::{placement::placement, wiring},
         serve::engine::native::NativeEngine,
     };
-    let policy = Policy::load(&settings.model.path, Device::Cpu)?;
-    Ok(NativeEngine::from_policy(
-        wiring::engine_config(settings),
-        &policy,
-    )?)
+    let place = placement(settings, &ModelConfig::from_dir(&settings.model.path)?)?;
+    let config = wiring::engine_config(settings, place);
+    Ok(NativeEngine::start(config, &settings.model.path)?)
 }
 
 #[cfg(not(feature = "torch"))]

@@ -262,7 +262,8 @@ impl TrialRunner {
         let session = endpoint.session.to_string();
 
         record.env_setup.begin();
-        let spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
+        let mut spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
+        spec.mounts = self.scaffold.mounts().map_err(|e| scaffold_failure(&e))?;
         let sandbox = within(
             budget.env + GRACE,
             "the sandbox to start",
@@ -289,6 +290,8 @@ impl TrialRunner {
             endpoint,
             timeout: budget.agent,
             max_turns: self.config.max_turns,
+            context_tokens: self.config.max_total_tokens,
+            max_tokens_per_turn: self.config.max_tokens_per_turn,
             log_dir: folder.agent_dir(),
         };
         let ran = within(

@@ -302,6 +302,7 @@ async fn a_solved_task_is_a_trajectory_and_a_folder() {
         versions: vec![0, 4],
         prompt_len: 1,
         weight: 1.0,
+        routing: None,
     };
     let capture = CapturedSession {
         sequences: vec![sequence.clone()],

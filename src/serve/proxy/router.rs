@@ -10,7 +10,7 @@
 use crate::{
     base::{
         Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, ReplicaId, RequestId,
-        SampledToken, SessionId,
+        RoutedExperts, SampledToken, SessionId,
     },
     serve::{
         balancer::{BalancePolicy, Balancer},
@@ -74,7 +74,7 @@ pub enum RouteError {
 }
 
 /// The end of a generation; its tokens went to the callback.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Generated {
     /// Why it ended.
     pub reason: FinishReason,
@@ -84,6 +84,9 @@ pub struct Generated {
     pub interruptions: u32,
     /// Time spent waiting for admission.
     pub admission_wait: Duration,
+    /// Experts of the tokens that [`GenerateRequest::routing_from`] names. After a move to another replica they
+    /// are those of the replica that went on, which computed all tokens again.
+    pub routing: Option<RoutedExperts>,
 }
 
 /// Counters since start, for `/metrics`.
@@ -238,7 +241,7 @@ impl Router {
                         reason,
                         cached_tokens,
                         interruptions: more,
-                        ..
+                        routing,
                     }) => {
                         turn.end(request.prompt.len() + tokens.len());
                         return Ok(Generated {
@@ -246,6 +249,7 @@ impl Router {
                             cached_tokens: first_cached.unwrap_or(cached_tokens),
                             interruptions: interruptions + more,
                             admission_wait,
+                            routing,
                         });
                     }
                     Some(EngineEvent::Failed(EngineError::ReplicaLost(problem))) => break problem,
@@ -272,6 +276,7 @@ impl Router {
                         cached_tokens: 0,
                         interruptions,
                         admission_wait,
+                        routing: None,
                     });
                 }
                 let mut prompt = request.prompt.to_vec();

@@ -11,6 +11,7 @@
 
 use super::{
     head::{self, HeadInput},
+    replay,
     samples::{Samples, TokenValues},
     BackwardMode, TrainerConfig,
 };
@@ -56,6 +57,16 @@ impl PackedBatch {
             targets: tensor(&targets),
             counts,
         }
+    }
+
+    /// Takes the experts of these sequences, the same as in [`PackedBatch::new`], from their records.
+    pub(super) fn replaying(mut self, samples: &Samples, indices: &[usize]) -> Self {
+        let device = self.ids.device();
+        self.layout = match replay::experts(samples, indices, device) {
+            Some(experts) => self.layout.with_replay(experts),
+            None => self.layout,
+        };
+        self
     }
 
     /// Rows `[N,H]` of the residual stream `[T,H]` that predict a sampled token.
@@ -145,11 +156,10 @@ impl Gradients {
 
     /// Norm over all parameters.
     pub(super) fn global_norm(&self) -> f64 {
-        let square = |g: &Tensor| {
-            let norm = g.norm().double_value(&[]);
-            norm * norm
-        };
-        self.tensors.iter().map(square).sum::<f64>().sqrt()
+        // One look at the device for all tensors.
+        let norms: Vec<Tensor> = self.tensors.iter().map(|g| g.norm()).collect();
+        let norms = to_vec(&Tensor::stack(&norms, 0));
+        norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt()
     }
 
     /// Scales all gradients so that their norm, now `norm`, is at most `limit`.

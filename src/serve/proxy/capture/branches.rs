@@ -328,5 +328,6 @@ fn sequence(tree: &Tree, leaf: NodeId, counted: &mut [bool]) -> TokenSequence {
         }
     }
     s.prompt_len = prompt_len.unwrap_or(s.token_ids.len()) as u32;
+    s.routing = tree.routing_of(leaf);
     s
 }

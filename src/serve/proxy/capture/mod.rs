@@ -24,6 +24,7 @@ mod branches;
 mod canonical;
 mod known;
 mod renderer;
+mod routing;
 mod surrogates;
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ pub use renderer::{RenderError, Renderer, ToolList};
 pub use surrogates::parse_json;
 pub use wire::{is_reply_item, Form, Item};
 
+use super::routing::{RoutingFile, TurnRows};
 use crate::{base::SampledToken, model::chat_template::MessageError};
 use serde_json::Value;
 use std::sync::Arc;
@@ -103,6 +105,8 @@ pub struct Node {
     sampled: Arc<[SampledToken]>,
     /// The reply as the agent received it; `None` while it is generated.
     reply: Option<Reply>,
+    /// Its rows of routing, where they are recorded.
+    rows: Option<TurnRows>,
     /// What else its request asked for.
     options: u64,
     removed: bool,
@@ -174,6 +178,8 @@ pub struct Tree {
     nodes: Vec<Node>,
     roots: Vec<Root>,
     branches: u32,
+    /// Where rows of routing go, if they are recorded.
+    routing: Option<Arc<RoutingFile>>,
 }
 
 fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
@@ -291,6 +297,7 @@ impl Tree {
             delta_tokens: tokens.into(),
             sampled: Arc::new([]),
             reply: None,
+            rows: None,
             options: asked.options,
             removed: false,
         });
