@@ -32,6 +32,7 @@ fn main() -> anyhow::Result<()> {
         kv_cache_tokens: 65_536,
         num_threads: threads,
         version: PolicyVersion(0),
+        ..NativeEngineConfig::default()
     };
     println!(
         "{:>8} {:>12} {:>12} {:>12} {:>12}",

@@ -221,16 +221,15 @@ fn info(folder: &Path) -> anyhow::Result<String> {
 /// `model run` in a program that has tensors.
 #[cfg(feature = "torch")]
 pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
-    use crate::model::net::{self, ComputeType, Policy};
+    use crate::model::net::{self, Policy};
     let rows = read_ids(&args.ids)?;
-    let device = net::device(args.device == DeviceArg::Cuda)
-        .map_err(|problem| anyhow::anyhow!("--device cuda: {problem}"))?;
-    net::set_threads(args.threads);
-    let compute = match args.dtype {
-        DtypeArg::F32 => ComputeType::F32,
-        DtypeArg::Bf16 => ComputeType::Bf16,
+    let wanted = match args.device {
+        DeviceArg::Cpu => net::DeviceChoice::Cpu,
+        DeviceArg::Cuda => net::DeviceChoice::Cuda,
     };
-    let policy = Policy::load(&args.folder, device)?.with_compute_type(compute);
+    let device = net::choose_device(wanted, 0).context("--device cuda")?;
+    net::set_threads(args.threads);
+    let policy = Policy::load(&args.folder, device)?.with_compute_type(compute_type(args.dtype));
     let vocab_size = policy.config.vocab_size as i64;
     if let Some(id) = rows.iter().flatten().find(|id| !(0..vocab_size).contains(*id)) {
         anyhow::bail!(
@@ -249,6 +248,14 @@ pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+#[cfg(feature = "torch")]
+fn compute_type(dtype: DtypeArg) -> crate::model::net::ComputeType {
+    match dtype {
+        DtypeArg::F32 => crate::model::net::ComputeType::F32,
+        DtypeArg::Bf16 => crate::model::net::ComputeType::Bf16,
+    }
+}
+
 /// Tokens of a prompt for greedy decoding.
 #[cfg(feature = "torch")]
 const GREEDY_PROMPT: usize = 8;
@@ -262,8 +269,13 @@ fn greedy(
     use crate::model::net::{greedy_without_cache, PlainTensor, PlainValues};
     let prompt = GREEDY_PROMPT.min(rows[0].len());
     let prompts: Vec<&[i64]> = rows.iter().map(|row| &row[..prompt]).collect();
-    // The native engine computes in f32 on the host; for all else the network runs over the whole text.
-    let replies = if args.device == DeviceArg::Cpu && args.dtype == DtypeArg::F32 {
+    // What the native engine does not compute (bf16 on the host, delta nets on a GPU) runs over the whole
+    // text for every token.
+    let engine_has_it = match args.device {
+        DeviceArg::Cpu => args.dtype == DtypeArg::F32,
+        DeviceArg::Cuda => !policy.config.model_type.is_hybrid(),
+    };
+    let replies = if engine_has_it {
         engine_replies(policy, &prompts, args)?
     } else {
         let reply = |prompt: &&[i64]| greedy_without_cache(policy, prompt, args.greedy);
@@ -302,6 +314,8 @@ fn engine_replies(
         } else {
             args.threads as usize
         },
+        device: policy.device(),
+        compute: compute_type(args.dtype),
         ..NativeEngineConfig::default()
     };
     let engine = NativeEngine::from_policy(config, policy)?;

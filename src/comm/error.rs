@@ -73,6 +73,16 @@ pub enum CommError {
         /// Why.
         reason: String,
     },
+    /// Something between the devices of the ranks.
+    #[error("rank {rank}, phase `{phase}`: {problem}")]
+    Device {
+        /// This rank.
+        rank: u32,
+        /// Phase.
+        phase: String,
+        /// What is wrong.
+        problem: String,
+    },
     /// The world could not be started.
     #[error("cannot join the other ranks: {0}")]
     Launch(String),

@@ -72,6 +72,19 @@ pub fn launch_world() -> Result<World, CommError> {
     }
 }
 
+/// Number of this rank among those of its node, from 0, as the launcher says; 0 without a launcher.
+pub fn local_rank() -> u32 {
+    local_rank_of(|name| std::env::var(name).ok())
+}
+
+fn local_rank_of(variable: impl Fn(&str) -> Option<String>) -> u32 {
+    // Under `mpirun` inside a Slurm step, Slurm's number is that of the one task that mpirun is.
+    ["OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"]
+        .iter()
+        .find_map(|name| variable(name)?.parse().ok())
+        .unwrap_or(0)
+}
+
 /// What the launcher left in the environment.
 fn decide(variable: impl Fn(&str) -> Option<String>) -> Result<LaunchKind, CommError> {
     let is_set = |name: &str| variable(name).is_some();
@@ -100,6 +113,20 @@ mod tests {
             let found = variables.iter().find(|(n, _)| *n == name);
             found.map(|(_, value)| (*value).to_owned())
         })
+    }
+
+    #[test]
+    fn the_number_on_the_node_is_the_launchers() {
+        let number = |variables: &[(&str, &str)]| {
+            local_rank_of(|name| {
+                let found = variables.iter().find(|(n, _)| *n == name);
+                found.map(|(_, value)| (*value).to_owned())
+            })
+        };
+        assert_eq!(number(&[]), 0);
+        assert_eq!(number(&[("SLURM_LOCALID", "3")]), 3);
+        let both = [("SLURM_LOCALID", "0"), ("OMPI_COMM_WORLD_LOCAL_RANK", "2")];
+        assert_eq!(number(&both), 2);
     }
 
     #[test]

@@ -15,24 +15,33 @@
 //! and every such error names this rank, the phase and the ranks that are missing.
 //!
 //! Collectives are built on these messages (see `collective`), so that one code serves all worlds, a
-//! missing rank has a name, and engine traffic flows while a rank waits in a barrier.
+//! missing rank has a name, and engine traffic flows while a rank waits in a barrier. [`Collectives`] are
+//! those on tensors, over groups of ranks, that are started and waited for separately.
+//!
+//! [`nccl_group`] gives those between the memories of GPUs.
 //!
 //! Invariant: only the module `mpi` calls MPI, and there from one thread that owns it from
 //! `MPI_Init_thread` to `MPI_Finalize`.
 
 mod collective;
 mod error;
+mod group;
 pub mod inprocess;
 mod launch;
 mod mailbox;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
 #[cfg(test)]
 mod tests;
 
 pub use error::CommError;
-pub use launch::{launch_world, LaunchKind, World};
+pub use group::{group, Collectives, Element, Memory, Pending};
+pub use launch::{launch_world, local_rank, LaunchKind, World};
 pub use mailbox::{Inbox, InboxError};
+#[cfg(feature = "cuda")]
+pub use nccl::nccl_group;
 
 use bytes::Bytes;
 use std::{sync::Arc, time::Duration};
@@ -55,6 +64,13 @@ impl Tag {
     pub const CONTROL: Tag = Tag(3);
     /// Answers to [`Tag::CONTROL`].
     pub const CONTROL_REPLY: Tag = Tag(4);
+    /// From the head to the trainer ranks.
+    pub const TRAINER: Tag = Tag(5);
+
+    /// The `number`-th kind of [`group`] that a rank is in.
+    pub const fn group(number: u16) -> Tag {
+        Tag(16 + number)
+    }
 }
 
 /// One rank's access to all others. Methods may be called from any thread; collectives must be called

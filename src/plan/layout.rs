@@ -2,12 +2,12 @@
 //!
 //! | MODEL_ENGINE | State | Head |
 //! |---|---|---|
-//! | `fsdp` | f32 on the one trainer rank of this version, reference policy beside it | rows of 2,048 |
+//! | `fsdp` | f32 on the one trainer rank of this version, reference policy beside it; computation in MODEL_DTYPE | rows of 2,048 |
 //! | `veomni`, `megatron` | f32 sharded over the trainer ranks, bf16 computation | whole: their loss is not fused |
 
 use super::memory::{Backward, EnginePlan, TrainPlan};
 use crate::config::{
-    values::{AdvEstimator, ModelEngine},
+    values::{AdvEstimator, ModelDtype, ModelEngine},
     Settings,
 };
 
@@ -51,7 +51,7 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
             } else {
                 0
             },
-            compute_bytes: 4,
+            compute_bytes: compute_bytes(s, gpu),
             head_rows: HEAD_ROWS,
             ..whole
         },
@@ -59,11 +59,23 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
     }
 }
 
+/// Bytes of a number that is computed with.
+fn compute_bytes(s: &Settings, gpu: bool) -> u64 {
+    match (s.model.dtype, gpu) {
+        (Some(ModelDtype::F32), _) | (None, false) => 4,
+        (Some(ModelDtype::Bf16), _) | (None, true) => 2,
+    }
+}
+
 /// An engine replica's plan. The engine of this version reserves its whole cache at the start; one that
 /// takes what is left must at least hold one sequence.
 pub fn engine_plan(s: &Settings, gpu: bool) -> EnginePlan {
     let (number_bytes, cache_tokens, sequences) = match s.run.model_engine {
-        ModelEngine::Fsdp => (4, s.engine.kv_cache_tokens, u64::from(s.engine.max_num_seqs)),
+        ModelEngine::Fsdp => (
+            if gpu { compute_bytes(s, gpu) } else { 4 },
+            s.engine.kv_cache_tokens,
+            u64::from(s.engine.max_num_seqs),
+        ),
         ModelEngine::Veomni | ModelEngine::Megatron => (2, s.window_tokens(), 1),
     };
     EnginePlan {

@@ -1,9 +1,10 @@
 //! A rank that serves an engine replica and nothing else.
 
-use super::{stages, wiring::engine_config};
+use super::{placement::placement, stages, wiring::engine_config};
 use crate::{
     comm::Communicator,
     config::settings::Settings,
+    model::hf::ModelConfig,
     serve::engine::{native::NativeEngine, remote::EngineServer},
 };
 use anyhow::Context;
@@ -14,7 +15,9 @@ use tokio::runtime::Builder;
 /// head sends its own before the first trial.
 pub fn run(settings: &Settings, comm: Arc<dyn Communicator>) -> anyhow::Result<ExitCode> {
     let rank = comm.rank();
-    let engine = NativeEngine::start(engine_config(settings), &settings.model.path)
+    let place = placement(settings, &ModelConfig::from_dir(&settings.model.path)?)?;
+    tracing::info!("{}", place.describe());
+    let engine = NativeEngine::start(engine_config(settings, place), &settings.model.path)
         .with_context(|| format!("engine replica on rank {rank}"))?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(1)

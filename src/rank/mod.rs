@@ -18,6 +18,8 @@ pub mod engine_rank;
 #[cfg(feature = "torch")]
 pub mod head;
 #[cfg(feature = "torch")]
+pub mod placement;
+#[cfg(feature = "torch")]
 pub mod report;
 pub mod roles;
 pub mod run_lock;

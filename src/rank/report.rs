@@ -7,7 +7,7 @@
 //!
 //! Nothing here stops a run; what cannot be written is said once in the log.
 
-use super::{roles::RoleMap, validation::ValidationScore};
+use super::{placement::Placement, roles::RoleMap, validation::ValidationScore};
 use crate::{
     base::{EngineStatus, Purpose, TrialEnd},
     config::settings::Settings,
@@ -111,6 +111,13 @@ impl Report {
             ("state", json!("running")),
         ]);
         self.progress.stage("rollout", self.trials_per_step);
+    }
+
+    /// Where the head's trainer and engine compute.
+    pub fn placement(&self, place: &Placement) {
+        self.progress.note(&place.describe());
+        self.journal
+            .record("placement", json!({ "what": place.describe() }));
     }
 
     /// It goes on from a checkpoint.

@@ -16,6 +16,7 @@ use super::{
     checkpointing::{Checkpointing, ResumePoint},
     control::Control,
     head::Head,
+    placement::{placement, Placement},
     report::Report,
     roles::RoleMap,
     run_lock::RunLocks,
@@ -31,7 +32,7 @@ use crate::{
         Settings,
     },
     model::{
-        hf::ModelConfig,
+        hf::{ModelConfig, ModelError},
         net::{Device, Policy},
     },
     rollout::{
@@ -40,8 +41,8 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            mini::{Mini, MiniConfig},
-            Scaffold,
+            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, Oh, Ohsdk, RuntimeConfig,
+            Scaffold, Terminus2,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -93,14 +94,25 @@ pub fn compute_threads(settings: &Settings) -> usize {
     )
 }
 
+/// Tokens of a step of an engine on a GPU: enough to keep it busy with prompts, little enough that the
+/// sequences that decode meanwhile do not wait long.
+const GPU_BATCHED_TOKENS: usize = 8192;
+
 /// Size of a replica.
-pub fn engine_config(settings: &Settings) -> NativeEngineConfig {
+pub fn engine_config(settings: &Settings, place: Placement) -> NativeEngineConfig {
+    let defaults = NativeEngineConfig::default();
     NativeEngineConfig {
+        device: place.engine,
+        compute: place.compute,
+        max_num_batched_tokens: match place.engine {
+            Device::Cpu => defaults.max_num_batched_tokens,
+            _ => GPU_BATCHED_TOKENS,
+        },
         max_num_seqs: settings.engine.max_num_seqs as usize,
         max_model_len: settings.engine.max_model_len as usize,
         kv_cache_tokens: settings.engine.kv_cache_tokens as usize,
         num_threads: compute_threads(settings),
-        ..NativeEngineConfig::default()
+        ..defaults
     }
 }
 
@@ -114,6 +126,7 @@ pub fn run_head(
 ) -> anyhow::Result<ExitCode> {
     let _locks = RunLocks::acquire(settings)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
+    let place = placement(settings, &model)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),
         val: settings
@@ -138,6 +151,7 @@ pub fn run_head(
     let resume = checkpoints.latest()?;
     let step = resume.as_ref().map_or(0, |r| r.content.state.global_step);
     let report = Arc::new(Report::open(settings, step, total_steps, attempt)?);
+    report.placement(&place);
     if let Some(resume) = &resume {
         report.resumed(&resume.checkpoint);
     }
@@ -146,10 +160,10 @@ pub fn run_head(
         resume.as_ref().map(|r| &r.manifest),
     )?;
     let replay = stages::replay(settings, &model)?;
-    let trainer = make_trainer(settings, total_steps, replay, resume)?;
+    let trainer = make_trainer(settings, place, total_steps, replay, resume)?;
     let control = Control::start(stop.clone())?;
 
-    let engines = make_engines(settings, comm, roles, &trainer)?;
+    let engines = make_engines(settings, place, comm, roles, &trainer)?;
     let router = Arc::new(Router::new(serving::router(settings)));
     for (place, engine) in engines.iter().enumerate() {
         router.join(ReplicaId(place as u32), engine.clone());
@@ -200,14 +214,18 @@ pub fn run_head(
 
 fn make_trainer(
     settings: &Settings,
+    place: Placement,
     total_steps: u32,
     replay: Option<RoutingShape>,
     resume: Option<ResumePoint>,
 ) -> anyhow::Result<Trainer> {
     let threads = compute_threads(settings) as i32;
     let config = stages::trainer(settings, total_steps, threads, replay);
-    let policy = Policy::load(&settings.model.path, Device::Cpu)?;
-    let load = || Policy::load(&settings.model.path, Device::Cpu);
+    let load = || {
+        let policy = Policy::load(&settings.model.path, place.trainer)?;
+        Ok::<_, ModelError>(policy.with_compute_type(place.compute))
+    };
+    let policy = load()?;
     let reference = config.needs_reference().then(load).transpose()?;
     let critic = config.estimator.needs_critic().then(load).transpose()?;
     let mut trainer = Trainer::new(config, policy, reference)?;
@@ -234,6 +252,7 @@ fn make_trainer(
 
 fn make_engines(
     settings: &Settings,
+    place: Placement,
     comm: &Arc<dyn Communicator>,
     roles: &RoleMap,
     trainer: &Trainer,
@@ -241,7 +260,7 @@ fn make_engines(
     let mut engines: Vec<Arc<dyn Engine>> = Vec::with_capacity(roles.replicas());
     if roles.head_has_engine {
         engines.push(NativeEngine::from_policy(
-            engine_config(settings),
+            engine_config(settings, place),
             trainer.policy(),
         )?);
     }
@@ -266,8 +285,28 @@ fn make_backend(settings: &Settings, owner: &str) -> anyhow::Result<Arc<dyn Sand
 }
 
 fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
+    let agent = &settings.agent;
+    let runtime = RuntimeConfig {
+        root: agent.runtimes.clone(),
+        version: agent.version.clone(),
+    };
+    let disallowed_tools = agent.disallowed_tools.clone();
     match settings.run.scaffold {
         ScaffoldName::Mini => Ok(Arc::new(Mini::new(MiniConfig::default()))),
-        other => bail!("SCAFFOLD={other} is not in this version"),
+        ScaffoldName::Cc => Ok(Arc::new(Cc::new(CcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Oc => Ok(Arc::new(Oc::new(OcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Custom => Ok(Arc::new(Custom::new(CustomConfig {
+            command: agent.command.clone().unwrap_or_default(),
+            runtime: agent.custom_runtime.clone(),
+        }))),
+        ScaffoldName::Ohsdk => Ok(Arc::new(Ohsdk::new(runtime))),
+        ScaffoldName::Oh => Ok(Arc::new(Oh::new(runtime))),
+        ScaffoldName::Terminus2 => Ok(Arc::new(Terminus2::new(runtime))),
     }
 }

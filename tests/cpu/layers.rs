@@ -60,6 +60,7 @@ const EDGES: &[(&str, &[&str])] = &[
 /// Crate, and the folders under src/ whose files may name it.
 const HEAVY: &[(&str, &[&str])] = &[
     ("mpi", &["comm"]),
+    ("cudarc", &["comm"]),
     ("tch", &["model/net", "serve/engine/native", "train"]),
     ("axum", &["serve/proxy"]),
     ("parquet", &["rollout/task", "preflight"]),

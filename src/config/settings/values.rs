@@ -55,6 +55,26 @@ choice!(
     }
 );
 choice!(
+    /// `DEVICE`: where tensors live.
+    DeviceName {
+        /// CUDA where the driver shows a device, else the CPU.
+        Auto = "auto",
+        /// The CPU.
+        Cpu = "cpu",
+        /// CUDA, or the run does not start.
+        Cuda = "cuda",
+    }
+);
+choice!(
+    /// `MODEL_DTYPE`: element type of matrix products.
+    ModelDtype {
+        /// 32-bit float.
+        F32 = "f32",
+        /// bfloat16, with parameters, gradients and moments of the trainer in f32.
+        Bf16 = "bf16",
+    }
+);
+choice!(
     /// `TRAINING_MODE`: where rollouts run.
     TrainingMode {
         /// One pool; every rank trains and generates in turn.
@@ -88,7 +108,9 @@ choice!(
         /// OpenCode.
         Oc = "oc",
         /// Terminus 2.
-        Terminus2 = "terminus-2",
+        Terminus2 = "terminus2",
+        /// A command of the run config.
+        Custom = "custom",
     }
 );
 choice!(

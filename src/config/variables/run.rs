@@ -2,7 +2,7 @@
 
 use super::{between, integer, number, row, whole, DefaultValue::*, Kind, Kind::*, Tier::*, Variable};
 use crate::config::settings::values::{
-    Backend, ModelEngine, RunKind, Scaffold, ToolCallParser, TrainingMode,
+    Backend, DeviceName, ModelDtype, ModelEngine, RunKind, Scaffold, ToolCallParser, TrainingMode,
 };
 
 const IDENTITY: &str = "Identity";
@@ -27,7 +27,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AXES, "MODEL_ENGINE", Choice(ModelEngine::NAMES), Value("fsdp"), "", Essential,
         "Parallel plan of the trainer. `fsdp` shards dense policies; `veomni` adds expert and sequence parallelism for mixture-of-experts policies; `megatron` is tensor parallelism."),
     row(AXES, "SCAFFOLD", Choice(Scaffold::NAMES), Value("mini"), "", Essential,
-        "The agent that works on a task. `mini` is the built-in shell agent, `ohsdk` the OpenHands SDK, `oh` OpenHands, `cc` Claude Code, `oc` OpenCode."),
+        "The agent that works on a task. `mini` is the built-in shell agent, `ohsdk` the OpenHands SDK, `oh` OpenHands, `cc` Claude Code, `oc` OpenCode, `terminus2` Terminus 2, `custom` a command of yours. docs/scaffolds.md describes them."),
     row(AXES, "BACKEND", Choice(Backend::NAMES), Value("process"), "", Essential,
         "Where sandboxes run. `process` uses bubblewrap on the machine itself, `docker` a Docker daemon, `k8s` Kubernetes pods, `apptainer` Apptainer on the node."),
 
@@ -67,6 +67,10 @@ pub(super) const VARIABLES: &[Variable] = &[
         "GPUs of a node; on machines without GPUs, ranks of a node."),
     row(TOPOLOGY, "SP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
         "Ranks that share one sequence; it divides the number of trainer ranks."),
+    row(TOPOLOGY, "DEVICE", Choice(DeviceName::NAMES), Value("auto"), "", Common,
+        "Where trainer and engine compute. `auto` takes CUDA where the driver shows a device, else the CPU; `cuda` refuses to start without one. A rank takes the device with its number on the node (`SLURM_LOCALID`), or the only one that it sees."),
+    row(TOPOLOGY, "MODEL_DTYPE", Choice(ModelDtype::NAMES), Unset("bf16 on a GPU, f32 on the CPU"), "", Common,
+        "Element type of matrix products in the trainer and in an engine on a GPU. With `bf16` the trainer keeps parameters, gradients and moments in f32; the engine on the CPU computes in f32."),
     row(TOPOLOGY, "TORCH_NUM_THREADS", whole(0, 65_536), Value("0"), "threads", Advanced,
         "CPU threads of tensor operations per rank; 0 takes the cores that the process may use."),
 

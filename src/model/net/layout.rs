@@ -5,6 +5,7 @@ use crate::model::hf::Rope;
 use std::{
     cell::{OnceCell, RefCell},
     ops::Range,
+    rc::Rc,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -25,6 +26,13 @@ impl Routing {
     }
 }
 
+/// Keys and values of earlier tokens, for a network that computes a text piece by piece.
+pub trait AttentionMemory {
+    /// Called once an attending layer, in layer order: keeps `k` and `v [T,nkv,d]` of the tokens of the row
+    /// and attends from `q [T,nq,d]` to all tokens of their sequences; `[T,nq,d]`.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor;
+}
+
 /// Segments of a packed row. Made once a micro-batch and used by every block.
 pub struct PackedLayout {
     starts: Vec<i64>,
@@ -32,6 +40,8 @@ pub struct PackedLayout {
     positions: Tensor,
     rope: RefCell<Option<RopeTable>>,
     grid: OnceCell<ChunkGrid>,
+    starts_there: OnceCell<Tensor>,
+    memory: Option<Rc<dyn AttentionMemory>>,
     replay: Vec<Tensor>,
     record: RefCell<Option<Vec<Routing>>>,
 }
@@ -59,6 +69,8 @@ impl PackedLayout {
             positions: Tensor::from_slice(&positions).to_device(device),
             rope: RefCell::new(None),
             grid: OnceCell::new(),
+            starts_there: OnceCell::new(),
+            memory: None,
             replay: Vec::new(),
             record: RefCell::new(None),
         }
@@ -67,6 +79,28 @@ impl PackedLayout {
     /// One segment.
     pub fn single(length: usize, device: Device) -> Self {
         Self::new(&[length], device)
+    }
+
+    /// Tokens with these positions `[T]` i64, whose attention is the business of `memory`. A delta net
+    /// takes them for one segment from its start.
+    pub fn over_memory(positions: Tensor, memory: Rc<dyn AttentionMemory>) -> Self {
+        let tokens = positions.size().first().map_or(0, |n| *n as usize);
+        let device = positions.device();
+        Self {
+            starts: vec![0, tokens as i64],
+            device,
+            positions,
+            rope: RefCell::new(None),
+            grid: OnceCell::new(),
+            starts_there: OnceCell::new(),
+            memory: Some(memory),
+            replay: Vec::new(),
+            record: RefCell::new(None),
+        }
+    }
+
+    pub(super) fn memory(&self) -> Option<&dyn AttentionMemory> {
+        self.memory.as_deref()
     }
 
     /// Takes the experts from here instead of choosing them: one tensor `[T,k]` of integers a sparse
@@ -109,6 +143,17 @@ impl PackedLayout {
     /// Token range of every segment.
     pub fn segments(&self) -> impl Iterator<Item = Range<i64>> + '_ {
         self.starts.windows(2).map(|w| w[0]..w[1])
+    }
+
+    /// Where the segments start, and where the last one ends, `[segments+1]` i32 on the device; and the
+    /// length of the longest one.
+    pub(super) fn starts(&self) -> (Tensor, i64) {
+        let starts = self.starts_there.get_or_init(|| {
+            let starts: Vec<i32> = self.starts.iter().map(|s| *s as i32).collect();
+            Tensor::from_slice(&starts).to_device(self.device)
+        });
+        let longest = self.segments().map(|s| s.end - s.start).max();
+        (starts.shallow_clone(), longest.unwrap_or(0))
     }
 
     /// Position of every token within its segment, `[T]` i64.

@@ -20,7 +20,10 @@ mod delta_net;
 mod delta_rule;
 #[cfg(test)]
 mod delta_rule_tests;
+mod device;
+mod dispatcher;
 mod experts;
+mod fused;
 mod layout;
 mod llama;
 mod mlp;
@@ -43,23 +46,17 @@ mod tensors;
 mod tests;
 mod trace;
 
+pub use device::{choose_device, DeviceChoice, DeviceError};
+pub(crate) use fused::{flash_attention, has_flash_attention};
+pub use fused::{fused_adamw, AdamWStep, AdamWTensors};
 pub(crate) use layout::rope_table;
-pub use layout::{PackedLayout, Routing};
+pub use layout::{AttentionMemory, PackedLayout, Routing};
 pub use policy::{Block, Policy};
 pub use precision::ComputeType;
 /// Where tensors live.
 pub use tch::Device;
 pub use tensors::{tensor_from_weight, weight_from_tensor};
 pub use trace::{greedy_without_cache, trace, PlainTensor, PlainValues};
-
-/// The host, or the first CUDA device. The error says why there is none.
-pub fn device(cuda: bool) -> Result<Device, String> {
-    match (cuda, tch::Cuda::is_available()) {
-        (false, _) => Ok(Device::Cpu),
-        (true, true) => Ok(Device::Cuda(0)),
-        (true, false) => Err("libtorch in this program sees no CUDA device".into()),
-    }
-}
 
 /// CPU threads of libtorch on the calling thread; 0 takes the cores that the process may use.
 pub fn set_threads(count: u32) {

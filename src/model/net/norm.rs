@@ -49,6 +49,10 @@ fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     if x.kind() == weight.kind() {
         return x.rms_norm(weight.size(), Some(weight), eps);
     }
+    // One kernel, which rounds once; an engine there, whose weights are bf16, does the same.
+    if x.device().is_cuda() {
+        return x.rms_norm(weight.size(), Some(&weight.to_kind(x.kind())), eps);
+    }
     let normed = wide(x).rms_norm(weight.size(), None::<&Tensor>, eps);
     normed.to_kind(x.kind()) * weight.to_kind(x.kind())
 }

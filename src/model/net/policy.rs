@@ -82,6 +82,25 @@ impl Policy {
         }
     }
 
+    /// A policy that is never trained: its parameters are of the element type that it computes in.
+    /// Every tensor of the config's table must be there; others are passed over.
+    pub fn for_inference(
+        config: ModelConfig,
+        tensors: &[WeightTensor],
+        device: Device,
+        compute: ComputeType,
+    ) -> Result<Self, WeightError> {
+        let by_name: std::collections::HashMap<&str, &WeightTensor> =
+            tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        let built = Self::build(config, device, |spec| {
+            let weight = by_name
+                .get(spec.name.as_str())
+                .ok_or_else(|| missing(&spec.name))?;
+            Ok(tensor_from_weight(weight, &shape_of(spec), device)?.to_kind(compute.kind()))
+        });
+        Ok(built?.with_compute_type(compute))
+    }
+
     fn build<E>(
         config: ModelConfig,
         device: Device,
@@ -192,10 +211,7 @@ impl Policy {
         let mut values = Vec::with_capacity(parameters.len());
         for (name, parameter) in &parameters {
             let Some(weight) = by_name.get(name.as_str()) else {
-                return Err(WeightError::Tensor {
-                    name: name.clone(),
-                    problem: "it is missing from the update".into(),
-                });
+                return Err(missing(name));
             };
             values.push(tensor_from_weight(weight, &parameter.size(), self.device)?);
         }
@@ -222,6 +238,13 @@ impl Policy {
     pub fn export(&self) -> Vec<WeightTensor> {
         let parameters = self.parameters();
         parameters.iter().map(|(n, t)| weight_from_tensor(n, t)).collect()
+    }
+}
+
+fn missing(name: &str) -> WeightError {
+    WeightError::Tensor {
+        name: name.to_owned(),
+        problem: "it is missing from the update".into(),
     }
 }
 

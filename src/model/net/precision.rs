@@ -12,6 +12,16 @@ pub enum ComputeType {
     Bf16,
 }
 
+impl ComputeType {
+    /// As libtorch names it.
+    pub fn kind(self) -> Kind {
+        match self {
+            ComputeType::F32 => Kind::Float,
+            ComputeType::Bf16 => Kind::BFloat16,
+        }
+    }
+}
+
 /// At least f32: bf16 is widened, f32 and f64 stay as they are.
 pub(super) fn wide(x: &Tensor) -> Tensor {
     match x.kind() {

@@ -2,7 +2,7 @@
 
 use crate::{
     config::{
-        values::{ModelEngine, TrainingMode},
+        values::{DeviceName, ModelEngine, TrainingMode},
         Settings,
     },
     plan::{
@@ -41,9 +41,11 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
     let Ok(model) = &facts.model else {
         return vec![skip("memory: the checkpoint cannot be read")];
     };
+    let cores_wanted = s.model.device == DeviceName::Cpu;
     let gpu = facts.gpus.iter().map(|gpu| gpu.memory_bytes).min();
+    let gpu = gpu.filter(|_| !cores_wanted);
     // A launch on a machine without GPUs computes on its cores; elsewhere the GPUs are just not here.
-    let on_cores = gpu.is_none() && facts.world_size.is_some();
+    let on_cores = cores_wanted || (gpu.is_none() && facts.world_size.is_some());
     let (capacity, of) = match (gpu, facts.memory_bytes) {
         (Some(bytes), _) => (bytes, "this machine's GPU"),
         (None, Some(bytes)) if on_cores => (

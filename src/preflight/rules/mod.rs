@@ -22,6 +22,7 @@ mod batch;
 mod checkpoint_space;
 mod clip_range;
 mod context_window;
+mod device;
 mod docker_daemon;
 mod docker_scaffold;
 mod folders;
@@ -46,6 +47,7 @@ mod routing_replay;
 mod run_lock;
 mod sampling;
 mod sandbox;
+mod scaffold_runtime;
 mod schedule;
 mod shared_memory;
 mod staleness;
@@ -71,6 +73,7 @@ pub const ALL: &[&Rule] = &[
     &topology::RULE,
     &world_size::RULE,
     &tensor_parallel::RULE,
+    &device::RULE,
     &memory::RULE,
     &veomni::RULE,
     &routing_replay::RULE,
@@ -102,6 +105,7 @@ pub const ALL: &[&Rule] = &[
     &task_index::RULE,
     &input_paths::RULE,
     &sandbox::RULE,
+    &scaffold_runtime::RULE,
     &run_lock::RULE,
     &folders::RULE,
     &checkpoint_space::RULE,

@@ -103,7 +103,8 @@ pub struct ProxyConfig {
 }
 
 impl ProxyConfig {
-    /// Kinds of branches that are trained on unless the configuration says otherwise: all but side requests.
+    /// Kinds of branches that are trained on unless the configuration says otherwise: all but requests for a
+    /// summary and side requests.
     pub const TRAIN_BRANCHES: [BranchKind; 5] = [
         BranchKind::Main,
         BranchKind::SubAgent,

@@ -156,11 +156,10 @@ impl Gradients {
 
     /// Norm over all parameters.
     pub(super) fn global_norm(&self) -> f64 {
-        let square = |g: &Tensor| {
-            let norm = g.norm().double_value(&[]);
-            norm * norm
-        };
-        self.tensors.iter().map(square).sum::<f64>().sqrt()
+        // One look at the device for all tensors.
+        let norms: Vec<Tensor> = self.tensors.iter().map(|g| g.norm()).collect();
+        let norms = to_vec(&Tensor::stack(&norms, 0));
+        norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt()
     }
 
     /// Scales all gradients so that their norm, now `norm`, is at most `limit`.

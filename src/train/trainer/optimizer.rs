@@ -13,7 +13,7 @@
 use super::block_loop::Gradients;
 use crate::{
     base::{WeightError, WeightTensor},
-    model::net::{tensor_from_weight, weight_from_tensor},
+    model::net::{fused_adamw, tensor_from_weight, weight_from_tensor, AdamWStep, AdamWTensors},
 };
 use std::collections::HashMap;
 use tch::{no_grad, Tensor};
@@ -89,6 +89,9 @@ impl AdamW {
             eps,
             weight_decay,
         } = self.config;
+        if self.slots.first().is_some_and(|s| s.parameter.device().is_cuda()) {
+            return self.update_fused(gradients, lr);
+        }
         let t = self.updates as f64;
         let correction1 = 1.0 - beta1.powf(t);
         let correction2 = 1.0 - beta2.powf(t);
@@ -106,6 +109,37 @@ impl AdamW {
                 let _ = slot.parameter.addcdiv_(&step, &denominator);
             }
         });
+    }
+
+    /// The same in libtorch's fused kernels: of what the device waits for, memory is the smaller part as
+    /// long as every parameter needs launches of its own.
+    fn update_fused(&self, gradients: &Gradients, lr: f64) {
+        for decays in [true, false] {
+            let (mut parameters, mut given) = (Vec::new(), Vec::new());
+            let (mut first, mut second) = (Vec::new(), Vec::new());
+            for (slot, gradient) in self.slots.iter().zip(&gradients.tensors) {
+                if (slot.parameter.dim() >= 2) == decays {
+                    parameters.push(slot.parameter.shallow_clone());
+                    given.push(gradient.shallow_clone());
+                    first.push(slot.first.shallow_clone());
+                    second.push(slot.second.shallow_clone());
+                }
+            }
+            let tensors = AdamWTensors {
+                parameters: &parameters,
+                gradients: &given,
+                first: &first,
+                second: &second,
+            };
+            let step = AdamWStep {
+                lr,
+                betas: (self.config.beta1, self.config.beta2),
+                eps: self.config.eps,
+                weight_decay: if decays { self.config.weight_decay } else { 0.0 },
+                number: self.updates,
+            };
+            fused_adamw(&tensors, &step);
+        }
     }
 
     /// Copies of the moments: `exp_avg.<name>` and `exp_avg_sq.<name>`.

@@ -13,7 +13,8 @@
 //! | `sampler` | drawing from log-probabilities | no |
 //! | `forward`, `attention`, `delta_net`, `mlp`, `weights` | the network over a step's rows | yes |
 //! | `cache`, `state_memory`, `kernels` | memory of cache and states; row work between the products | no |
-//! | `workers`, `run` | threads | – |
+//! | `device` | network, cache and sampling on a GPU | yes |
+//! | `workers`, `compute`, `run` | threads; host or GPU | – |
 //!
 //! What callers can rely on:
 //! - The tokens of a request depend on its seed, prompt and weights, not on the rest of the batch (up to
@@ -27,11 +28,14 @@
 //! - Pages are reused by exact token prefix: between the turns and branches of a session and between the
 //!   samples of a group. Models with a delta net reuse them as far as a snapshot of its state goes.
 //!
-//! This implementation computes in f32 on the CPU.
+//! On the host it computes in f32 with kernels of its own, for every family. On a GPU it computes in bf16 or
+//! f32 with the blocks of [`crate::model::net`], for the families without a delta net.
 
 mod attention;
 mod cache;
+mod compute;
 mod delta_net;
+mod device;
 mod forward;
 mod kernels;
 mod mlp;
@@ -54,11 +58,13 @@ use crate::{
     },
     model::{
         hf::{Checkpoint, MixerKind, ModelConfig, ModelError},
-        net::Policy,
+        net::{ComputeType, Device, Policy},
     },
 };
 use async_trait::async_trait;
 use cache::{KvCache, RoutingMemory};
+use compute::{Compute, LoadedWeights};
+use device::DeviceNetwork;
 use forward::{Forward, Shape};
 use pages::{PagePool, PAGE_TOKENS};
 use run::{Command, NewWeights, RequestBounds, Runner, Shared};
@@ -92,6 +98,10 @@ pub struct NativeEngineConfig {
     pub num_threads: usize,
     /// Version of the weights that the engine starts with.
     pub version: PolicyVersion,
+    /// Where it computes. A GPU serves families without a delta net.
+    pub device: Device,
+    /// Element type on a GPU; the host computes in f32.
+    pub compute: ComputeType,
 }
 
 impl Default for NativeEngineConfig {
@@ -103,6 +113,8 @@ impl Default for NativeEngineConfig {
             kv_cache_tokens: 131_072,
             num_threads: 2,
             version: PolicyVersion(0),
+            device: Device::Cpu,
+            compute: ComputeType::F32,
         }
     }
 }
@@ -124,12 +136,19 @@ pub enum StartError {
     Thread(#[source] std::io::Error),
 }
 
+/// What is made on the starting thread and used on the engine's.
+enum Place {
+    Host(Forward),
+    Device(Box<DeviceNetwork>),
+}
+
 /// An engine replica in this process. Dropping the last handle ends its threads; requests that are still
 /// running end with [`EngineError::ReplicaLost`].
 pub struct NativeEngine {
     shared: Arc<Shared>,
     commands: Sender<Command>,
     model: ModelConfig,
+    device: Device,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -170,16 +189,25 @@ impl NativeEngine {
             pool = pool.with_states(num_slots);
         }
         let shared = Arc::new(Shared::new(pool, config.version));
-        let weights = EngineWeights::new(&model, tensors)?;
-        let cache = KvCache::new(attending, num_pages, model.num_key_value_heads, model.head_dim);
-        let top_k = model.experts.map_or(0, |e| e.top_k);
-        let routing = RoutingMemory::new(model.num_sparse_layers(), top_k, num_pages);
-        let forward = Forward {
-            shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
-            cache: Arc::new(cache),
-            states: Arc::new(StateMemory::new(model.linear_attention, linear, num_slots)),
-            routing: Arc::new(routing),
-            weights,
+        let place = if config.device == Device::Cpu {
+            let top_k = model.experts.map_or(0, |e| e.top_k);
+            let cache = KvCache::new(attending, num_pages, model.num_key_value_heads, model.head_dim);
+            let states = StateMemory::new(model.linear_attention, linear, num_slots);
+            Place::Host(Forward {
+                shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
+                cache: Arc::new(cache),
+                states: Arc::new(states),
+                routing: Arc::new(RoutingMemory::new(model.num_sparse_layers(), top_k, num_pages)),
+                weights: EngineWeights::new(&model, tensors)?,
+            })
+        } else if linear > 0 {
+            return Err(StartError::Config(format!(
+                "{} has delta nets, which this version serves on the CPU alone",
+                model.model_type.name()
+            )));
+        } else {
+            let place = (config.device, config.compute);
+            Place::Device(Box::new(DeviceNetwork::new(&model, tensors, place, num_pages)?))
         };
         let (commands, inbox) = channel();
         let (started, ready) = channel();
@@ -190,9 +218,12 @@ impl NativeEngine {
         let run = {
             let shared = shared.clone();
             move || {
-                let workers = match Workers::start(forward, config.num_threads) {
-                    Ok(workers) => workers,
-                    Err(error) => return drop(started.send(Err(error))),
+                let compute = match place {
+                    Place::Device(network) => Compute::Device(network),
+                    Place::Host(forward) => match Workers::start(forward, config.num_threads) {
+                        Ok(workers) => Compute::Host(workers),
+                        Err(error) => return drop(started.send(Err(error))),
+                    },
                 };
                 if started.send(Ok(())).is_err() {
                     return;
@@ -205,7 +236,7 @@ impl NativeEngine {
                         max_num_batched_tokens: config.max_num_batched_tokens,
                         max_model_len: config.max_model_len,
                     }),
-                    workers,
+                    compute,
                     bounds,
                     version: config.version,
                 };
@@ -224,6 +255,7 @@ impl NativeEngine {
             shared,
             commands,
             model,
+            device: config.device,
             thread: Some(thread),
         }))
     }
@@ -296,9 +328,9 @@ impl WeightTarget for NativeEngine {
     /// the swap itself is a change of pointers between two steps.
     async fn update_weights(&self, update: Arc<WeightUpdate>) -> Result<WeightAck, WeightError> {
         let (done, answer) = oneshot::channel();
-        let (commands, model) = (self.commands.clone(), self.model.clone());
+        let (commands, model, device) = (self.commands.clone(), self.model.clone(), self.device);
         let prepare = move || {
-            let new = match verified_weights(&model, &update) {
+            let new = match verified_weights(&model, device, &update) {
                 Ok(weights) => NewWeights {
                     version: update.version,
                     checksum: update.checksum,
@@ -326,7 +358,11 @@ fn replica_lost() -> WeightError {
     WeightError::ReplicaLost("the engine's thread ended before it took the new weights".into())
 }
 
-fn verified_weights(model: &ModelConfig, update: &WeightUpdate) -> Result<EngineWeights, WeightError> {
+fn verified_weights(
+    model: &ModelConfig,
+    device: Device,
+    update: &WeightUpdate,
+) -> Result<LoadedWeights, WeightError> {
     let got = WeightUpdate::checksum_of(&update.tensors);
     if got != update.checksum {
         return Err(WeightError::Checksum {
@@ -335,7 +371,10 @@ fn verified_weights(model: &ModelConfig, update: &WeightUpdate) -> Result<Engine
             got,
         });
     }
-    EngineWeights::new(model, &update.tensors)
+    if device == Device::Cpu {
+        return EngineWeights::new(model, &update.tensors).map(LoadedWeights::Host);
+    }
+    Ok(LoadedWeights::Device(update.tensors.clone()))
 }
 
 impl Drop for NativeEngine {

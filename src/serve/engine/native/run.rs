@@ -1,13 +1,13 @@
 //! The engine's thread: commands in, steps, events out.
 
 use super::{
+    compute::{Compute, LoadedWeights},
     forward::SequenceWork,
     pages::{PagePool, PAGE_TOKENS},
     sampler,
     scheduler::{Scheduler, Work},
     sequence::Sequence,
-    weights::EngineWeights,
-    workers::{WorkerDied, Workers},
+    workers::WorkerDied,
 };
 use crate::base::{
     EngineError, EngineEvent, EngineStatus, GenerateRequest, PolicyVersion, RequestId, WeightAck, WeightError,
@@ -33,7 +33,7 @@ pub(super) enum Command {
 pub(super) struct NewWeights {
     pub version: PolicyVersion,
     pub checksum: u32,
-    pub weights: EngineWeights,
+    pub weights: LoadedWeights,
     pub done: oneshot::Sender<Result<WeightAck, WeightError>>,
 }
 
@@ -86,7 +86,7 @@ pub(super) struct Runner<'a> {
     pub shared: &'a Shared,
     pub commands: &'a Receiver<Command>,
     pub scheduler: Scheduler,
-    pub workers: Workers,
+    pub compute: Compute,
     pub bounds: RequestBounds,
     pub version: PolicyVersion,
 }
@@ -166,7 +166,11 @@ impl Runner<'_> {
     }
 
     fn update(&mut self, new: NewWeights) -> Result<(), WorkerDied> {
-        self.workers.set_weights(new.weights)?;
+        if let Err(error) = self.compute.set_weights(new.weights)? {
+            // The trainer may have stopped waiting.
+            let _ = new.done.send(Err(error));
+            return Ok(());
+        }
         self.version = new.version;
         self.scheduler.on_new_weights(&mut self.shared.pool());
         self.publish();
@@ -185,10 +189,10 @@ impl Runner<'_> {
             return Ok(());
         }
         let ops = self.shared.pool().take_state_ops();
-        self.workers.move_states(&ops);
+        self.compute.move_states(&ops);
         let works = plan.iter().map(|work| self.sequence_work(work)).collect();
-        let draws = self.workers.step(works)?;
-        self.scheduler.record_routing(&plan, self.workers.routing());
+        let draws = self.compute.step(works)?;
+        self.scheduler.record_routing(&plan, self.compute.routing());
         self.scheduler
             .on_step(&plan, &draws, self.version, &mut self.shared.pool());
         Ok(())

@@ -25,6 +25,7 @@ mod canonical;
 mod known;
 mod renderer;
 mod routing;
+mod surrogates;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -33,6 +34,7 @@ pub use branches::{branches, trainable};
 pub use canonical::Canonical;
 pub use known::KnownMessages;
 pub use renderer::{RenderError, Renderer};
+pub use surrogates::parse_json;
 pub use wire::{is_reply_item, Form, Item};
 
 use super::routing::{RoutingFile, TurnRows};
@@ -181,7 +183,7 @@ pub struct Tree {
 }
 
 fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
-    serde_json::from_slice(raw).map_err(|error| CaptureError::Json(error.to_string()))
+    parse_json(raw).map_err(|error| CaptureError::Json(error.to_string()))
 }
 
 impl Tree {
@@ -385,14 +387,5 @@ impl Tree {
         }
         path.reverse();
         path
-    }
-
-    /// Finished turns that no finished turn extends, in order of creation.
-    fn leaves(&self) -> Vec<NodeId> {
-        let finished = |id: &NodeId| self.nodes[*id].reply.is_some();
-        (0..self.nodes.len())
-            .filter(|id| finished(id) && !self.nodes[*id].removed)
-            .filter(|id| !self.nodes[*id].children.iter().any(finished))
-            .collect()
     }
 }

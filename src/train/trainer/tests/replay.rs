@@ -185,6 +185,8 @@ impl Setup {
             kv_cache_tokens: 16_384,
             num_threads: 2,
             version: PolicyVersion(0),
+            device: crate::model::net::Device::Cpu,
+            compute: crate::model::net::ComputeType::F32,
         };
         let weights = if rounded {
             with_rounded_routers(&policy)

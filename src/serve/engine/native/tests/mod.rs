@@ -1,6 +1,7 @@
 //! The reference for the engine is a loop without a cache: [`Policy`] over the whole text, one token at a
 //! time.
 
+mod device;
 mod engine;
 mod families;
 mod pages;
@@ -41,6 +42,7 @@ fn small() -> NativeEngineConfig {
         kv_cache_tokens: 2048,
         num_threads: 2,
         version: PolicyVersion(0),
+        ..NativeEngineConfig::default()
     }
 }
 

@@ -1,0 +1,35 @@
+//! Logits of packed segments on the GPU against the CPU.
+
+use super::{distance, fixture, gpu, ids, FAMILIES};
+use legorl::model::net::{ComputeType, Device, PackedLayout, Policy};
+use tch::{no_grad, Tensor};
+
+fn logits(name: &str, device: Device, compute: ComputeType) -> Tensor {
+    let policy = Policy::load(&fixture(name), device)
+        .unwrap()
+        .with_compute_type(compute);
+    let lengths = [70, 1, 33];
+    let ids = Tensor::from_slice(&ids(lengths.iter().sum(), 3)).to_device(device);
+    let layout = PackedLayout::new(&lengths, device);
+    no_grad(|| policy.logits(&policy.forward_hidden(&ids, &layout)))
+}
+
+#[test]
+fn every_family_gives_the_logits_of_the_cpu() {
+    let Some(device) = gpu() else { return };
+    for name in FAMILIES {
+        let want = logits(name, Device::Cpu, ComputeType::F32);
+        let wide = distance(&want, &logits(name, device, ComputeType::F32));
+        let narrow = distance(&want, &logits(name, device, ComputeType::Bf16));
+        let on_host = distance(&want, &logits(name, Device::Cpu, ComputeType::Bf16));
+        println!("{name:20} f32 {wide:.1e}, bf16 {narrow:.1e} (on the CPU {on_host:.1e})");
+        let bound = if name.contains("next") || name.contains("5") {
+            2e-4
+        } else {
+            1e-4
+        };
+        assert!(wide <= bound, "{name}: {wide}");
+        // A token between two experts takes another one after rounding, on the CPU as well.
+        assert!(narrow <= 0.1 || narrow <= 3.0 * on_host, "{name}: {narrow}");
+    }
+}

@@ -1,0 +1,139 @@
+//! A step of the trainer on the GPU against the CPU.
+
+use super::{distance, fixture, gpu, ids, FAMILIES};
+use legorl::{
+    base::{GroupId, PolicyVersion, Purpose, StopReason, TokenSequence, Trajectory, TrialKey, TrialOutcome},
+    model::net::{ComputeType, Device, Policy},
+    train::{
+        algorithm::{AdvantageEstimator, Aggregation, LrSchedule, Objective, PolicyLoss, TrajectoryFilter},
+        batch::{TrainBatch, TrainGroup},
+        trainer::{AdamWConfig, BackwardMode, CriticConfig, StepMetrics, Trainer, TrainerConfig},
+    },
+};
+use tch::Tensor;
+
+fn config(backward: BackwardMode) -> TrainerConfig {
+    TrainerConfig {
+        objective: Objective {
+            policy_loss: PolicyLoss::from_mode("vanilla", 0.2, 0.2, 3.0).unwrap(),
+            aggregation: Aggregation::TokenMean,
+            kl: None,
+            entropy_coefficient: 0.01,
+        },
+        estimator: AdvantageEstimator::Grpo { divide_by_std: true },
+        critic: CriticConfig::default(),
+        kl_reward: None,
+        filter: TrajectoryFilter::default(),
+        temperature: 1.0,
+        mini_batch_groups: usize::MAX,
+        ppo_epochs: 1,
+        max_token_len_per_gpu: 150,
+        head_chunk_tokens: 40,
+        bypass_old_logprobs: false,
+        importance: None,
+        rejection: None,
+        optimizer: AdamWConfig::default(),
+        lr: LrSchedule::constant(1e-3),
+        max_grad_norm: 1.0,
+        max_response_len: 100,
+        num_threads: 2,
+        replay: None,
+        backward,
+    }
+}
+
+fn batch(step: u32) -> TrainBatch {
+    let trajectory = |i: usize| {
+        let length = 40 + 13 * i;
+        let sampled: Vec<bool> = (0..length).map(|t| t > 8 && t % 5 != 0).collect();
+        Trajectory {
+            key: TrialKey {
+                purpose: Purpose::Train,
+                group: GroupId(0),
+                sample: i as u32,
+            },
+            attempt: 0,
+            task: "gpu".into(),
+            session: String::new(),
+            outcome: TrialOutcome {
+                reward: (i % 3) as f64,
+                rewards: Default::default(),
+                stop: StopReason::AgentCompleted,
+            },
+            sequences: vec![TokenSequence {
+                token_ids: ids(length, i).iter().map(|id| *id as u32).collect(),
+                logprobs: sampled.iter().map(|s| if *s { -4.0 } else { 0.0 }).collect(),
+                versions: vec![step - 1; length],
+                loss_mask: sampled,
+                prompt_len: 8,
+                weight: 1.0,
+                routing: None,
+            }],
+            turns: 1,
+            malformed_tool_calls: 0,
+            timing: Default::default(),
+        }
+    };
+    TrainBatch {
+        step,
+        groups: vec![TrainGroup {
+            id: GroupId(0),
+            start_version: PolicyVersion(step - 1),
+            trajectories: (0..6).map(trajectory).collect(),
+            dropped: Vec::new(),
+        }],
+    }
+}
+
+/// Metrics of the second step and what the parameters moved by.
+fn steps(name: &str, device: Device, compute: ComputeType, mode: BackwardMode) -> (StepMetrics, Vec<Tensor>) {
+    let load = |device| Policy::load(&fixture(name), device).unwrap();
+    let policy = load(device).with_compute_type(compute);
+    let mut trainer = Trainer::new(config(mode), policy, None).unwrap();
+    trainer.step(&batch(1)).unwrap();
+    let metrics = trainer.step(&batch(2)).unwrap();
+    let moved = trainer
+        .policy()
+        .parameters()
+        .into_iter()
+        .zip(load(Device::Cpu).parameters());
+    let moved = moved.map(|((_, new), (_, old))| new.detach().to_device(Device::Cpu) - old.detach());
+    (metrics, moved.collect())
+}
+
+#[test]
+fn two_steps_move_the_weights_as_on_the_cpu() {
+    let Some(device) = gpu() else { return };
+    for name in FAMILIES {
+        let (host, moved) = steps(name, Device::Cpu, ComputeType::F32, BackwardMode::BlockLoop);
+        for (compute, mode) in [
+            (ComputeType::F32, BackwardMode::BlockLoop),
+            (ComputeType::F32, BackwardMode::BlockGraphs),
+            (ComputeType::Bf16, BackwardMode::BlockLoop),
+        ] {
+            let (there, moved_there) = steps(name, device, compute, mode);
+            let all =
+                |list: &[Tensor]| Tensor::cat(&list.iter().map(|t| t.flatten(0, -1)).collect::<Vec<_>>(), 0);
+            let (want, got) = (all(&moved), all(&moved_there));
+            let l2 = ((&want - &got).norm() / want.norm()).double_value(&[]);
+            let relative = |key: &str| {
+                let (a, b) = (host.get(key).unwrap(), there.get(key).unwrap());
+                ((a - b) / a).abs()
+            };
+            let (loss, norm) = (relative("actor/loss"), relative("actor/grad_norm"));
+            println!(
+                "{name:20} {compute:?} {mode:?}: loss {loss:.1e}, grad norm {norm:.1e}, movement {l2:.1e} (largest {:.1e})",
+                distance(&want, &got)
+            );
+            let (loss_bound, norm_bound, l2_bound) = match compute {
+                ComputeType::F32 => (1e-3, 1e-3, 0.02),
+                // Adam's first steps are signs of the gradient, so that small gradients turn with rounding.
+                ComputeType::Bf16 => (0.5, 0.2, 0.7),
+            };
+            assert!(
+                loss < loss_bound && norm < norm_bound && l2 < l2_bound,
+                "{name} {compute:?}"
+            );
+        }
+    }
+}
