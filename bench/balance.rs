@@ -1,7 +1,7 @@
 //! Balancing and admission: what they are worth, and what a decision costs.
 //!
 //! ```text
-//! cargo bench --bench balance
+//! cargo bench -p legorl-front --bench balance
 //! ```
 //!
 //! **Simulation.** 8 replicas with 400,000 KV tokens each, prefill of 20,000 tokens/s (one prompt after the
@@ -14,7 +14,7 @@
 //!
 //! **Decisions.** 10,000 sessions on 256 replicas: time of pick, ask and end of a turn.
 
-use legorl::{
+use legorl_front::{
     base::{ReplicaId, SessionId},
     serve::{
         balancer::{BalancePolicy, Balancer},

@@ -52,6 +52,7 @@ fn trajectory(trial: &TrialAssignment, tokens: usize) -> Trajectory {
                 .collect(),
             prompt_len: 2000,
             weight: 1.0,
+            routing: None,
         }],
         turns: 30,
         malformed_tool_calls: 0,

@@ -1,10 +1,10 @@
 //! Cost of the proxy under load, with a client of its own.
 //!
 //! ```text
-//! cargo bench --bench proxy -- MODEL_DIR load   [SESSIONS] [TURNS] [ENGINE_MS]
-//! cargo bench --bench proxy -- MODEL_DIR growth [TURNS]
-//! cargo bench --bench proxy -- MODEL_DIR memory [SESSIONS]
-//! cargo bench --bench proxy -- MODEL_DIR many   [SESSIONS] [TURNS]
+//! cargo bench -p legorl-front --bench proxy -- MODEL_DIR load   [SESSIONS] [TURNS] [ENGINE_MS]
+//! cargo bench -p legorl-front --bench proxy -- MODEL_DIR growth [TURNS]
+//! cargo bench -p legorl-front --bench proxy -- MODEL_DIR memory [SESSIONS]
+//! cargo bench -p legorl-front --bench proxy -- MODEL_DIR many   [SESSIONS] [TURNS]
 //! ```
 //!
 //! The proxy is a process of its own on core 0, as `legorl-rank serve` runs it, with a scripted engine;
@@ -19,7 +19,7 @@
 //! | `memory` | memory for each idle session of about 40,000 tokens |
 //! | `many` | concurrent sessions that each make a few calls; errors |
 
-use legorl::{
+use legorl_front::{
     base::{GenerateRequest, ReplicaId, SamplingParams},
     model::tokenizer::Tokenizer,
     serve::{

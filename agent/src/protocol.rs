@@ -55,6 +55,8 @@ pub struct Setup {
     pub overlay: bool,
     /// Folders and files of the first root to bind into the overlay, relative to `/`.
     pub carried: Vec<String>,
+    /// Further places of the first root to bind into the overlay: where they are, absolute path they get.
+    pub mounts: Vec<(String, String)>,
     /// Watch the summed resident memory of all processes, bytes. Absent when a control group does it.
     pub watch_memory_bytes: Option<u64>,
     /// Processes and threads that may exist at once, whoever enforces it.

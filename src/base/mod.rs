@@ -17,6 +17,7 @@ pub mod engine;
 pub mod error_text;
 pub mod ids;
 pub mod order;
+pub mod routing;
 pub mod sampling;
 pub mod secrets;
 pub mod session;
@@ -30,6 +31,7 @@ pub use engine::{
 };
 pub use error_text::error_chain;
 pub use ids::{GroupId, PolicyVersion, ReplicaId, RequestId, SessionId};
+pub use routing::{RoutingRun, RoutingShape, RoutingStore, SequenceRouting};
 pub use sampling::SamplingParams;
 pub use secrets::{is_secret, remember_secret, remembered_secrets};
 pub use session::{

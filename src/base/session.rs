@@ -105,7 +105,9 @@ pub enum BranchKind {
     /// The main conversation started anew with the same system prompt and tools, as agents do after they
     /// have summed up a conversation that grew too long.
     Compaction,
-    /// A request without tools beside a conversation with tools: a title, a summary.
+    /// A request for a summary: a later conversation begins with what it was answered.
+    Summary,
+    /// Another request without tools beside a conversation with tools: a title.
     Side,
     /// The same messages asked again with other options.
     Retry,
@@ -115,10 +117,11 @@ pub enum BranchKind {
 
 impl BranchKind {
     /// Every kind.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Main,
         Self::SubAgent,
         Self::Compaction,
+        Self::Summary,
         Self::Side,
         Self::Retry,
         Self::Rewritten,
@@ -130,6 +133,7 @@ impl BranchKind {
             Self::Main => "main",
             Self::SubAgent => "sub_agent",
             Self::Compaction => "compaction",
+            Self::Summary => "summary",
             Self::Side => "side",
             Self::Retry => "retry",
             Self::Rewritten => "rewritten",

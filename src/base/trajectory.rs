@@ -1,6 +1,6 @@
 //! The unit of training data.
 
-use super::{StopReason, TrialKey};
+use super::{SequenceRouting, StopReason, TrialKey};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -20,6 +20,10 @@ pub struct TokenSequence {
     pub prompt_len: u32,
     /// Share of the trial; the weights of a trial's sequences sum to 1.
     pub weight: f32,
+    /// Which experts computed the tokens, where that was recorded (`ENABLE_R3`). Rows are large and lie in
+    /// files: they are never part of a serialised sequence.
+    #[serde(skip)]
+    pub routing: Option<SequenceRouting>,
 }
 
 impl TokenSequence {
@@ -61,7 +65,7 @@ impl TokenSequence {
         {
             return Err(format!("log-prob at {i} is {}", self.logprobs[i]));
         }
-        Ok(())
+        self.routing.as_ref().map_or(Ok(()), |routing| routing.check(t))
     }
 }
 

@@ -19,6 +19,9 @@ pub struct InitPolicyArgs {
     /// Optimizer steps of the supervised start
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub steps: Option<u32>,
+    /// Family of the network: llama, qwen3, qwen3_moe, qwen3_next, qwen3_5 or qwen3_5_moe
+    #[arg(long, value_name = "TYPE", default_value = "qwen3")]
+    pub model_type: String,
     /// Seed of weights and transcripts
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -49,6 +52,7 @@ pub fn make(args: &InitPolicyArgs) -> anyhow::Result<()> {
     let options = InitPolicyOptions {
         output: args.output.clone(),
         kept_out,
+        model_type: args.model_type.parse().map_err(anyhow::Error::msg)?,
         steps: args.steps.unwrap_or(InitPolicyOptions::DEFAULT_STEPS),
         seed: args.seed,
         threads: args.threads,

@@ -4,6 +4,9 @@
 //! closed over HTTP; see the module `serve::proxy::admin`. The configuration is a run config; of its
 //! required variables only `MODEL_PATH` (tokenizer and chat template) is needed here.
 //!
+//! A backend behind a URL that breaks off is asked again every [`RECONNECT`] until it answers; turns wait for it as
+//! they wait for any replica, and go on with the tokens that they have.
+//!
 //! SIGTERM or SIGINT drain: new requests get 429 or 529, running ones end, at most [`DRAIN`] long.
 
 use super::{exec, ConfigArgs, Parts, Tensors};
@@ -22,10 +25,18 @@ use crate::{
 };
 use anyhow::{bail, Context};
 use clap::Args;
-use std::{net::SocketAddr, path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Longest time that running turns get after a signal.
 pub const DRAIN: Duration = Duration::from_secs(30);
+/// How often a lost backend is asked whether it is back.
+pub const RECONNECT: Duration = Duration::from_secs(1);
 /// Secret of the admin requests.
 const ADMIN_SECRET: &str = "LEGORL_ADMIN_SECRET";
 /// KV tokens of the scripted engine: it holds none.
@@ -114,6 +125,7 @@ fn serve(args: &ServeArgs, settings: &Settings, secret: String, stop: &StopFlag)
         .build()
         .context("a runtime")?;
     let engine = runtime.block_on(engine(args, settings))?;
+    let remote = args.engine.contains("://");
     let router = Arc::new(Router::new(serving::router(settings)));
     router.join(ReplicaId(0), engine);
     let listen = match args.listen {
@@ -131,14 +143,22 @@ fn serve(args: &ServeArgs, settings: &Settings, secret: String, stop: &StopFlag)
         max_tokens_per_turn: settings.engine.max_tokens_per_turn,
         max_time: settings.agent.max_timeout,
     });
-    let proxy = Proxy::start(config, router)?;
+    let proxy = Proxy::start(config, router.clone())?;
     let address = proxy.tcp().context("the proxy has no TCP address")?;
     super::print(&format!(
         "serving on http://{address} (engine: {})\n",
         args.engine
     ));
+    let mut asked = Instant::now();
     while !stop.is_set() {
         std::thread::sleep(Duration::from_millis(50));
+        if remote && asked.elapsed() >= RECONNECT && router.is_empty() {
+            match runtime.block_on(VllmEngine::connect(&args.engine)) {
+                Ok(engine) => router.join(ReplicaId(0), Arc::new(engine)),
+                Err(error) => tracing::warn!(%error, "the backend is lost"),
+            }
+            asked = Instant::now();
+        }
     }
     proxy.drain();
     super::print("draining\n");

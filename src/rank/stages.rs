@@ -3,6 +3,7 @@
 
 use super::{run_lock::host_name, serving};
 use crate::{
+    base::RoutingShape,
     config::settings::{
         values::{
             AdvEstimator, KlControl, KlLossType, LossAggMode, LrScheduler, PolicyLossMode,
@@ -10,8 +11,12 @@ use crate::{
         },
         Settings,
     },
+    model::hf::ModelConfig,
     rollout::trial::{PurposeConfig, TrialRunnerConfig},
-    serve::{engine::remote::RemoteConfig, proxy::ProxyConfig},
+    serve::{
+        engine::remote::RemoteConfig,
+        proxy::{routing::RoutingCapture, ProxyConfig},
+    },
     train::{
         algorithm::{
             correction::{Criterion, Distance, Extent, ImportanceLevel, WeightBounds},
@@ -154,8 +159,30 @@ fn rejection(settings: &Settings) -> Option<Rejection> {
     (!criteria.is_empty()).then_some(Rejection { criteria })
 }
 
+/// What routing replay records and trains with: on for a mixture of experts unless `ENABLE_R3` says otherwise.
+pub fn replay(settings: &Settings, model: &ModelConfig) -> anyhow::Result<Option<RoutingShape>> {
+    let Some(experts) = model.experts.filter(|_| settings.plan.enable_r3 != Some(false)) else {
+        return Ok(None);
+    };
+    let shape = RoutingShape {
+        num_experts: experts.num_experts as u32,
+        layers: model.num_sparse_layers() as u32,
+        top_k: experts.top_k as u32,
+    };
+    if shape.layers == 0 {
+        return Ok(None);
+    }
+    let checked = shape.check().map_err(anyhow::Error::msg);
+    checked.context("ENABLE_R3: set False to train without").map(Some)
+}
+
 /// The trainer.
-pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerConfig {
+pub fn trainer(
+    settings: &Settings,
+    total_steps: u32,
+    threads: i32,
+    replay: Option<RoutingShape>,
+) -> TrainerConfig {
     let optim = &settings.optim;
     let critic = &settings.algorithm.critic;
     let schedule = |peak| LrSchedule {
@@ -187,6 +214,7 @@ pub fn trainer(settings: &Settings, total_steps: u32, threads: i32) -> TrainerCo
         bypass_old_logprobs: settings.algorithm.rollout_correction_bypass,
         importance: importance(settings),
         rejection: rejection(settings),
+        replay,
         optimizer: AdamWConfig {
             beta1: optim.beta1,
             beta2: optim.beta2,
@@ -249,10 +277,16 @@ pub fn trials(settings: &Settings, owner: &str) -> TrialRunnerConfig {
     }
 }
 
-/// The proxy of a run.
-pub fn proxy(settings: &Settings) -> anyhow::Result<ProxyConfig> {
+/// The proxy of a run. Rows of routing lie beside the shards that they end up in.
+pub fn proxy(settings: &Settings, replay: Option<RoutingShape>) -> anyhow::Result<ProxyConfig> {
     let socket = node_folder(settings)?.join("proxy.sock");
-    Ok(serving::proxy(settings, serving::address(settings)?, socket))
+    Ok(ProxyConfig {
+        routing: replay.map(|shape| RoutingCapture {
+            dir: settings.paths.run.join("routing"),
+            shape,
+        }),
+        ..serving::proxy(settings, serving::address(settings)?, socket)
+    })
 }
 
 /// Eight hexadecimal digits that stand for the run folder.

@@ -25,7 +25,7 @@ use super::{
     stages,
 };
 use crate::{
-    base::{Engine, EngineStatus, ReplicaId, WeightTarget},
+    base::{Engine, EngineStatus, ReplicaId, RoutingShape, WeightTarget},
     comm::Communicator,
     config::settings::{
         values::{Backend, Scaffold as ScaffoldName},
@@ -41,8 +41,8 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            mini::{Mini, MiniConfig},
-            Scaffold,
+            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, Oh, Ohsdk, RuntimeConfig,
+            Scaffold, Terminus2,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -159,7 +159,8 @@ pub fn run_head(
         stages::buffer(settings, n_rows, total_steps),
         resume.as_ref().map(|r| &r.manifest),
     )?;
-    let trainer = make_trainer(settings, place, total_steps, resume)?;
+    let replay = stages::replay(settings, &model)?;
+    let trainer = make_trainer(settings, place, total_steps, replay, resume)?;
     let control = Control::start(stop.clone())?;
 
     let engines = make_engines(settings, place, comm, roles, &trainer)?;
@@ -167,7 +168,7 @@ pub fn run_head(
     for (place, engine) in engines.iter().enumerate() {
         router.join(ReplicaId(place as u32), engine.clone());
     }
-    let proxy = Proxy::start(stages::proxy(settings)?, router)?;
+    let proxy = Proxy::start(stages::proxy(settings, replay)?, router)?;
     report.proxy(proxy.tcp());
 
     let owner = stages::owner(settings);
@@ -215,10 +216,11 @@ fn make_trainer(
     settings: &Settings,
     place: Placement,
     total_steps: u32,
+    replay: Option<RoutingShape>,
     resume: Option<ResumePoint>,
 ) -> anyhow::Result<Trainer> {
     let threads = compute_threads(settings) as i32;
-    let config = stages::trainer(settings, total_steps, threads);
+    let config = stages::trainer(settings, total_steps, threads, replay);
     let load = || {
         let policy = Policy::load(&settings.model.path, place.trainer)?;
         Ok::<_, ModelError>(policy.with_compute_type(place.compute))
@@ -283,8 +285,28 @@ fn make_backend(settings: &Settings, owner: &str) -> anyhow::Result<Arc<dyn Sand
 }
 
 fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
+    let agent = &settings.agent;
+    let runtime = RuntimeConfig {
+        root: agent.runtimes.clone(),
+        version: agent.version.clone(),
+    };
+    let disallowed_tools = agent.disallowed_tools.clone();
     match settings.run.scaffold {
         ScaffoldName::Mini => Ok(Arc::new(Mini::new(MiniConfig::default()))),
-        other => bail!("SCAFFOLD={other} is not in this version"),
+        ScaffoldName::Cc => Ok(Arc::new(Cc::new(CcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Oc => Ok(Arc::new(Oc::new(OcConfig {
+            runtime,
+            disallowed_tools,
+        }))),
+        ScaffoldName::Custom => Ok(Arc::new(Custom::new(CustomConfig {
+            command: agent.command.clone().unwrap_or_default(),
+            runtime: agent.custom_runtime.clone(),
+        }))),
+        ScaffoldName::Ohsdk => Ok(Arc::new(Ohsdk::new(runtime))),
+        ScaffoldName::Oh => Ok(Arc::new(Oh::new(runtime))),
+        ScaffoldName::Terminus2 => Ok(Arc::new(Terminus2::new(runtime))),
     }
 }

@@ -1,5 +1,6 @@
 //! Tests that need nothing but this machine's CPU.
 
+mod agents;
 mod demo;
 mod kills;
 mod layers;

@@ -84,7 +84,7 @@ fn serve() -> io::Result<()> {
         _ => return Err(io::Error::other("expected setup")),
     };
     if setup.overlay {
-        overlay::enter(&setup.carried)?;
+        overlay::enter(&setup.carried, &setup.mounts)?;
     }
     let commands = Arc::new(reaper::Commands::default());
     start_services(&setup, &host, &commands)?;

@@ -12,8 +12,9 @@ use std::path::Path;
 const CAP_SETPCAP: libc::c_ulong = 8;
 const CAP_SYS_ADMIN: libc::c_ulong = 21;
 
-/// Changes the root and binds what is `carried` into it; an error says which step failed.
-pub fn enter(carried: &[String]) -> io::Result<()> {
+/// Changes the root and binds what is `carried`, and the `mounts` (from, to), into it; an error says which
+/// step failed.
+pub fn enter(carried: &[String], mounts: &[(String, String)]) -> io::Result<()> {
     step("unshare the mount namespace", || {
         // SAFETY: unshare with an integer argument.
         unsafe { libc::unshare(libc::CLONE_NEWNS) }
@@ -28,11 +29,16 @@ pub fn enter(carried: &[String]) -> io::Result<()> {
         Some(options),
         "mount an overlay",
     )?;
-    for name in carried {
-        let (from, to) = (format!("/{name}"), format!("/new/{name}"));
-        make_target(Path::new(&from), Path::new(&to))?;
+    let carried = carried
+        .iter()
+        .map(|name| (format!("/{name}"), format!("/{name}")));
+    for (from, inside) in carried.chain(mounts.iter().cloned()) {
+        let to = format!("/new{inside}");
+        make_target(Path::new(&from), Path::new(&to))
+            .map_err(|e| io::Error::new(e.kind(), format!("make a place for {inside}: {e}")))?;
         let (from, to) = (CString::new(from)?, CString::new(to)?);
-        mount(&from, &to, None, libc::MS_BIND | libc::MS_REC, None, name)?;
+        // A bind keeps the flags of its source: what the host bound read-only stays so.
+        mount(&from, &to, None, libc::MS_BIND | libc::MS_REC, None, &inside)?;
     }
     std::env::set_current_dir("/new")?;
     step("change the root", || {

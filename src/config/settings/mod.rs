@@ -298,6 +298,16 @@ pub struct AgentSettings {
     pub verifier_timeout_multiplier: f64,
     /// `HARBOR_MAX_CONSECUTIVE_NO_TOOL`; 0 = no limit.
     pub max_consecutive_no_tool: u32,
+    /// `LEGORL_RUNTIMES`: folder of agents' runtimes; `None` is the user's cache.
+    pub runtimes: Option<PathBuf>,
+    /// `SCAFFOLD_VERSION`: version of the agent's runtime; `None` is the tested one.
+    pub version: Option<String>,
+    /// `HARBOR_AGENT_DISALLOWED_TOOLS`: tools that the agent does not get, by its own names.
+    pub disallowed_tools: Vec<String>,
+    /// `SCAFFOLD_COMMAND`: shell command of `SCAFFOLD=custom`.
+    pub command: Option<String>,
+    /// `SCAFFOLD_RUNTIME`: files of `SCAFFOLD=custom`.
+    pub custom_runtime: Option<PathBuf>,
 }
 
 /// Sandbox limits.

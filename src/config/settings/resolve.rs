@@ -83,6 +83,7 @@ fn misplaced(variable: &str, text: &str) -> Option<&'static str> {
         ("BACKEND", "kubernetes") => Some("Kubernetes is `k8s`"),
         ("SCAFFOLD", "claude-code" | "claude") => Some("Claude Code is `cc`"),
         ("SCAFFOLD", "opencode") => Some("OpenCode is `oc`"),
+        ("SCAFFOLD", "terminus-2" | "terminus") => Some("Terminus 2 is `terminus2`"),
         ("SCAFFOLD", "openhands") => Some("OpenHands is `ohsdk` (its SDK) or `oh` (the full program)"),
         _ => None,
     }
@@ -385,6 +386,11 @@ fn read(r: &mut Resolver<'_>) -> Settings {
             timeout_multiplier: r.f64("HARBOR_AGENT_TIMEOUT_MULTIPLIER"),
             verifier_timeout_multiplier: r.f64("HARBOR_VERIFIER_TIMEOUT_MULTIPLIER"),
             max_consecutive_no_tool: r.opt_u32("HARBOR_MAX_CONSECUTIVE_NO_TOOL").unwrap_or_default(),
+            runtimes: r.path("LEGORL_RUNTIMES"),
+            version: r.text("SCAFFOLD_VERSION"),
+            disallowed_tools: words(r, "HARBOR_AGENT_DISALLOWED_TOOLS"),
+            command: custom_command(r, run.scaffold),
+            custom_runtime: r.path("SCAFFOLD_RUNTIME"),
         },
         sandbox: SandboxSettings {
             rootfs: r.path("SANDBOX_ROOTFS"),
@@ -456,6 +462,32 @@ fn folder_name(r: &mut Resolver<'_>, name: &'static str) -> String {
 const MAX_FOLDER_NAME: usize = 200;
 
 /// Names with commas between them.
+/// Names, separated by commas or blanks.
+fn words(r: &mut Resolver<'_>, name: &'static str) -> Vec<String> {
+    let text = r.text(name).unwrap_or_default();
+    let words = text.split([',', ' ', '\t', '\n']).map(str::trim);
+    words.filter(|word| !word.is_empty()).map(str::to_owned).collect()
+}
+
+/// `SCAFFOLD_COMMAND`, which `SCAFFOLD=custom` must have and no other may.
+fn custom_command(r: &mut Resolver<'_>, scaffold: Scaffold) -> Option<String> {
+    let command = r.text("SCAFFOLD_COMMAND").filter(|text| !text.trim().is_empty());
+    match (scaffold == Scaffold::Custom, &command) {
+        (true, None) => r.problem(
+            "SCAFFOLD_COMMAND",
+            "is empty, and SCAFFOLD=custom is the agent that it starts; set it to a shell command".into(),
+        ),
+        (false, Some(_)) => r.problem(
+            "SCAFFOLD_COMMAND",
+            format!(
+                "is set, and SCAFFOLD={scaffold} has its own command; use SCAFFOLD=custom or leave it out"
+            ),
+        ),
+        _ => {}
+    }
+    command
+}
+
 fn branch_kinds(r: &mut Resolver<'_>, name: &'static str) -> Vec<BranchKind> {
     let text = r.string(name);
     let mut kinds = Vec::new();

@@ -108,7 +108,9 @@ choice!(
         /// OpenCode.
         Oc = "oc",
         /// Terminus 2.
-        Terminus2 = "terminus-2",
+        Terminus2 = "terminus2",
+        /// A command of the run config.
+        Custom = "custom",
     }
 );
 choice!(

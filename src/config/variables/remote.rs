@@ -21,7 +21,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(PLAN, "GEN_TP", whole(1, 1024), Value("1"), "ranks", Common,
         "Ranks of an engine replica that share its attention heads; it divides the key-value heads.").only(&["1"]),
     row(PLAN, "ENABLE_R3", Bool, Unset("on for a mixture of experts, off for a dense policy"), "", Common,
-        "Routing replay: train with the experts that were chosen when a token was sampled.").only(&["False"]),
+        "Routing replay: train with the experts that were chosen when a token was sampled."),
     row(PLAN, "FUSED_KERNELS", Bool, Value("False"), "", Advanced,
         "Fused loss kernels; `veomni` cannot use them.").only(&["False"]),
     row(PLAN, "ENABLE_ACTIVATION_OFFLOAD", Bool, Value("False"), "", Advanced,

@@ -38,7 +38,16 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Multiplies the task's own verifier limit."),
     row(AGENT, "HARBOR_MAX_CONSECUTIVE_NO_TOOL", integer(0), Value("3"), "turns", Advanced,
         "Turns in a row without a tool call before the session is closed; 0 never closes it."),
-
+    row(AGENT, "LEGORL_RUNTIMES", Path, Unset("`~/.cache/legorl/runtimes`, or `runtimes` below LEGORL_CACHE or XDG_CACHE_HOME/legorl"), "", Common,
+        "Folder of the agents' runtimes, which `setup/runtimes.sh` makes and sandboxes carry read-only."),
+    row(AGENT, "SCAFFOLD_VERSION", Text, Unset("the version that was tested"), "", Common,
+        "Version of the agent's runtime; `setup/runtimes.sh NAME@VERSION` installs others."),
+    row(AGENT, "HARBOR_AGENT_DISALLOWED_TOOLS", Text, Unset("all of the agent's tools"), "", Common,
+        "Tools that `cc` or `oc` does not get, by the agent's own names, separated by commas."),
+    row(AGENT, "SCAFFOLD_COMMAND", Text, Unset("needed by SCAFFOLD=custom alone"), "", Common,
+        "Shell command that starts the agent of `SCAFFOLD=custom` in the sandbox. Write it in single quotes: its `$NAME` are the sandbox's."),
+    row(AGENT, "SCAFFOLD_RUNTIME", Path, Unset("no files"), "", Common,
+        "Folder with the files of `SCAFFOLD=custom`; sandboxes carry it read-only at /opt/legorl/runtimes/custom."),
 
     row(SANDBOX, "SANDBOX_ROOTFS", Path, Unset("the host's system folders, read-only"), "", Common,
         "Root tree of process sandboxes."),
@@ -56,7 +65,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(PROXY, "MAX_REQUEST_BODY_MB", Integer { min: 1, max: 65536 }, Value("256"), "MiB", Advanced,
         "Largest request body; a larger one is refused with status 413."),
     row(PROXY, "PROXY_TRAIN_BRANCHES", Text, Value("main,sub_agent,compaction,retry,rewritten"), "", Advanced,
-        "Kinds of branches of a trial that are trained on; `side` (requests without tools, such as titles) is the other one."),
+        "Kinds of branches of a trial that are trained on; the others are `summary` (requests for a summary, from which a later conversation begins) and `side` (requests without tools, such as titles)."),
     row(PROXY, "PROXY_MAX_SESSION_TOKENS", integer(1), Unset("no cap"), "tokens", Advanced,
         "Sampled tokens of a trial over all its branches; then its requests are answered with a notice."),
 

@@ -27,7 +27,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(AXES, "MODEL_ENGINE", Choice(ModelEngine::NAMES), Value("fsdp"), "", Essential,
         "Parallel plan of the trainer. `fsdp` shards dense policies; `veomni` adds expert and sequence parallelism for mixture-of-experts policies; `megatron` is tensor parallelism."),
     row(AXES, "SCAFFOLD", Choice(Scaffold::NAMES), Value("mini"), "", Essential,
-        "The agent that works on a task. `mini` is the built-in shell agent, `ohsdk` the OpenHands SDK, `oh` OpenHands, `cc` Claude Code, `oc` OpenCode."),
+        "The agent that works on a task. `mini` is the built-in shell agent, `ohsdk` the OpenHands SDK, `oh` OpenHands, `cc` Claude Code, `oc` OpenCode, `terminus2` Terminus 2, `custom` a command of yours. docs/scaffolds.md describes them."),
     row(AXES, "BACKEND", Choice(Backend::NAMES), Value("process"), "", Essential,
         "Where sandboxes run. `process` uses bubblewrap on the machine itself, `docker` a Docker daemon, `k8s` Kubernetes pods, `apptainer` Apptainer on the node."),
 

@@ -85,6 +85,15 @@ impl ModelType {
     }
 }
 
+impl std::str::FromStr for ModelType {
+    type Err = String;
+    /// Reads what [`ModelType::name`] writes.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|t| t.name() == text);
+        found.ok_or_else(|| format!("`{text}` is no model type; choose one of {}", Self::supported()))
+    }
+}
+
 /// What mixes the tokens of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MixerKind {

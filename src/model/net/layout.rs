@@ -103,8 +103,8 @@ impl PackedLayout {
         self.memory.as_deref()
     }
 
-    /// Takes the experts from here instead of choosing them: one tensor `[T,k]` i64 a sparse layer, in
-    /// layer order. Rows of -1 are chosen freely.
+    /// Takes the experts from here instead of choosing them: one tensor `[T,k]` of integers a sparse
+    /// layer, in layer order. Rows of -1 are chosen freely.
     pub fn with_replay(mut self, experts: Vec<Tensor>) -> Self {
         self.replay = experts;
         self

@@ -45,7 +45,10 @@ impl Router {
         let experts = match layout.replay(self.sparse_layer) {
             None => chosen,
             // A row that was not recorded holds -1.
-            Some(recorded) => recorded.where_self(&recorded.ge(0), &chosen),
+            Some(recorded) => {
+                let recorded = recorded.to_kind(Kind::Int64);
+                recorded.where_self(&recorded.ge(0), &chosen)
+            }
         };
         let mut weights = probabilities.gather(-1, &experts, false);
         if self.normalize {

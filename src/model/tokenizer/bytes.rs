@@ -48,6 +48,15 @@ pub(super) fn table(inner: &Tokenizer, added: &[(u32, AddedToken)]) -> Result<Ve
             }
         }
     }
+    // The library leaves out what it cannot encode; text must never lose a byte.
+    for (c, byte) in &alphabet {
+        if !vocab.contains_key(c.to_string().as_str()) {
+            return Err(format!(
+                "the byte {byte:#04x} (`{c}`) has no token, so text with it cannot be encoded; a byte-level \
+                 vocabulary has all 256"
+            ));
+        }
+    }
     for (id, token) in added {
         table[*id as usize] = token.content.as_bytes().into();
     }

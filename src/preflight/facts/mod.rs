@@ -31,6 +31,7 @@ use crate::config::{
     values::{Backend, RunKind},
     Settings,
 };
+use crate::rollout::scaffold::{Runtime, RuntimeConfig, RUNTIMES};
 use std::{net::IpAddr, path::Path};
 
 /// Facts about one run on this machine.
@@ -50,6 +51,9 @@ pub struct Facts {
     pub held: Vec<HeldFolder>,
     /// A process sandbox was started: its version line, or what failed. `None` for other backends.
     pub sandbox: Option<Result<String, String>>,
+    /// The agent's files: name, version and place, or what is wrong with them. `None` for agents that need
+    /// none and for other backends.
+    pub scaffold_runtime: Option<Result<String, String>>,
     /// The proxy's port could be bound; `None` when any free port will do.
     pub proxy_port: Option<Result<(), String>>,
     /// An address of this machine that others can reach.
@@ -113,6 +117,7 @@ impl Facts {
             held: folders::held(s),
             sandbox: (s.run.backend == Backend::Process)
                 .then(|| machine::process_sandbox(s.sandbox.rootfs.as_deref())),
+            scaffold_runtime: scaffold_runtime(s),
             proxy_port: (s.proxy.port != 0).then(|| machine::port(&s.proxy.host, s.proxy.port)),
             address: machine::address(),
             ephemeral_ports: machine::ephemeral_ports(),
@@ -136,6 +141,36 @@ pub fn index_file(s: &Settings) -> Option<&Path> {
         RunKind::Infer => s.infer.as_ref().map(|infer| infer.index_file.as_path()),
         RunKind::Eval => None,
     }
+}
+
+/// Looks for the runtime tree of the chosen agent and at the size of every file in it.
+fn scaffold_runtime(s: &Settings) -> Option<Result<String, String>> {
+    if s.run.backend != Backend::Process {
+        return None;
+    }
+    let name = s.run.scaffold.name();
+    let agent = &s.agent;
+    if let Some(folder) = &agent.custom_runtime {
+        return Some(if folder.is_dir() {
+            Ok(format!("SCAFFOLD_RUNTIME={}", folder.display()))
+        } else {
+            Err(format!("SCAFFOLD_RUNTIME={} is not a folder", folder.display()))
+        });
+    }
+    let (scaffold, pinned) = RUNTIMES.iter().find(|(known, _)| *known == name)?;
+    let config = RuntimeConfig {
+        root: agent.runtimes.clone(),
+        version: agent.version.clone(),
+    };
+    let found = Runtime::find(scaffold, pinned, &config).and_then(|runtime| {
+        runtime.check()?;
+        Ok(format!(
+            "{name} {} in {}",
+            runtime.version(),
+            runtime.host().display()
+        ))
+    });
+    Some(found.map_err(|error| error.to_string()))
 }
 
 /// Paths that evaluations and sampling runs read besides an index.

@@ -21,7 +21,7 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
         Scaffold::Oh | Scaffold::Ohsdk => None,
         Scaffold::Cc => Some("claude-code"),
         Scaffold::Oc => Some("opencode"),
-        Scaffold::Mini | Scaffold::Terminus2 => return Vec::new(),
+        Scaffold::Mini | Scaffold::Terminus2 | Scaffold::Custom => return Vec::new(),
     };
     vec![match (&s.plan.agent_name, own) {
         (None, _) => ok(format!("AGENT_NAME=null: {scaffold} knows its agent")),

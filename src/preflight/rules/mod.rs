@@ -47,6 +47,7 @@ mod routing_replay;
 mod run_lock;
 mod sampling;
 mod sandbox;
+mod scaffold_runtime;
 mod schedule;
 mod shared_memory;
 mod staleness;
@@ -104,6 +105,7 @@ pub const ALL: &[&Rule] = &[
     &task_index::RULE,
     &input_paths::RULE,
     &sandbox::RULE,
+    &scaffold_runtime::RULE,
     &run_lock::RULE,
     &folders::RULE,
     &checkpoint_space::RULE,

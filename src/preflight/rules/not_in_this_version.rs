@@ -25,7 +25,11 @@ type Row = (&'static str, fn(&Settings) -> String, &'static [&'static str]);
 const ROWS: &[Row] = &[
     ("BACKEND", |s| s.run.backend.to_string(), &["process"]),
     ("MODEL_ENGINE", |s| s.run.model_engine.to_string(), &["fsdp"]),
-    ("SCAFFOLD", |s| s.run.scaffold.to_string(), &["mini"]),
+    (
+        "SCAFFOLD",
+        |s| s.run.scaffold.to_string(),
+        &["mini", "cc", "oc", "ohsdk", "oh", "terminus2", "custom"],
+    ),
     (
         "TOOL_CALL_PARSER",
         |s| s.model.tool_call_parser.to_string(),
@@ -107,7 +111,7 @@ mod tests {
 
     #[test]
     fn an_unavailable_part_is_named() {
-        let s = settings(&["BACKEND=k8s", "SCAFFOLD=cc"]);
+        let s = settings(&["BACKEND=k8s", "MODEL_ENGINE=megatron", "SCAFFOLD=cc"]);
         let found = check(&s, Some(&facts()));
         assert_eq!(found.len(), 2);
         assert!(found.iter().all(|(v, _)| *v == Verdict::Fatal));

@@ -57,6 +57,7 @@ pub(crate) fn facts() -> Facts {
         }],
         held: Vec::new(),
         sandbox: Some(Ok("bubblewrap 0.8.0".into())),
+        scaffold_runtime: None,
         proxy_port: None,
         address: Some([10, 0, 0, 7].into()),
         ephemeral_ports: Some((32768, 60999)),

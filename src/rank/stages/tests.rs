@@ -19,7 +19,7 @@ fn settings(set: &[&str]) -> Settings {
 }
 
 fn config(set: &[&str]) -> TrainerConfig {
-    trainer(&settings(set), 100, 1)
+    trainer(&settings(set), 100, 1, None)
 }
 
 #[test]

@@ -27,7 +27,8 @@ mod spec;
 pub use error::SandboxError;
 pub use process::{ProcessBackend, ProcessBackendConfig};
 pub use spec::{
-    BackendReport, ExecResult, ExecSpec, Labels, LimitsBy, LogFile, SandboxSpec, DEFAULT_LOG_CAP_BYTES,
+    BackendReport, ExecResult, ExecSpec, Labels, LimitsBy, LogFile, ReadOnlyMount, SandboxSpec,
+    DEFAULT_LOG_CAP_BYTES,
 };
 
 use async_trait::async_trait;

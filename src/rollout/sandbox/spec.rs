@@ -19,6 +19,16 @@ pub struct Labels {
     pub owner: String,
 }
 
+/// A file or folder of the host that a sandbox sees and cannot change. Programs in it run, their
+/// set-user-id bits do not count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadOnlyMount {
+    /// File or folder on the host.
+    pub host: PathBuf,
+    /// Absolute path inside; made when it is not there.
+    pub inside: String,
+}
+
 /// A sandbox to start.
 #[derive(Clone, Debug)]
 pub struct SandboxSpec {
@@ -46,6 +56,9 @@ pub struct SandboxSpec {
     pub proxy_socket: Option<PathBuf>,
     /// Environment of every command.
     pub env: BTreeMap<String, String>,
+    /// Files of the host, such as an agent's runtime. A backend that cannot mount them refuses the sandbox
+    /// and names itself.
+    pub mounts: Vec<ReadOnlyMount>,
 }
 
 impl SandboxSpec {
@@ -64,6 +77,7 @@ impl SandboxSpec {
             setup_timeout: Duration::from_secs(600),
             proxy_socket: None,
             env: BTreeMap::new(),
+            mounts: Vec::new(),
         }
     }
 }

@@ -3,16 +3,45 @@
 //! Takes a running [`Sandbox`] and a session of the proxy, gives how the agent ended ([`AgentRun`]). What
 //! the agent said and sampled is not known here: the proxy has it. A scaffold is a foreign program that
 //! speaks HTTP to `http://<Sandbox::proxy_address><SessionEndpoint::path>/v1`.
+//!
+//! One kind of agent is one file. A foreign agent is never installed in a sandbox: its files are a
+//! [`runtime`] tree of the host, mounted read-only. [`process`] holds what they have in common: the
+//! instruction's file, the log, the time limit, and what the agent's last words say about a failure.
 
+pub mod cc;
+pub mod custom;
 pub mod mini;
+pub mod oc;
+pub mod oh;
+pub mod ohsdk;
+pub mod process;
+pub mod python;
+pub mod runtime;
+pub mod terminus2;
 
+pub use cc::{Cc, CcConfig};
+pub use custom::{Custom, CustomConfig};
 pub use mini::{Mini, MiniConfig};
+pub use oc::{Oc, OcConfig};
+pub use oh::Oh;
+pub use ohsdk::Ohsdk;
+pub use runtime::{Runtime, RuntimeConfig};
+pub use terminus2::Terminus2;
 
 use crate::base::SessionEndpoint;
-use crate::rollout::sandbox::{Sandbox, SandboxError};
+use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
 use async_trait::async_trait;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Scaffolds with a runtime tree, and the versions that they were tested with.
+pub const RUNTIMES: &[(&str, &str)] = &[
+    ("cc", cc::VERSION),
+    ("oc", oc::VERSION),
+    ("ohsdk", ohsdk::VERSION),
+    ("oh", oh::VERSION),
+    ("terminus2", terminus2::VERSION),
+];
 
 /// One kind of agent.
 #[async_trait]
@@ -23,8 +52,15 @@ pub trait Scaffold: Send + Sync {
     fn check(&self) -> Result<(), ScaffoldError> {
         Ok(())
     }
-    /// Installs the agent in a fresh sandbox.
-    async fn setup(&self, sandbox: &dyn Sandbox) -> Result<(), ScaffoldError>;
+    /// What the sandbox must carry; asked before it starts.
+    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+        Ok(Vec::new())
+    }
+    /// Prepares a fresh sandbox for the agent.
+    async fn setup(&self, sandbox: &dyn Sandbox) -> Result<(), ScaffoldError> {
+        let _ = sandbox;
+        Ok(())
+    }
     /// Runs the agent to its end or to its time limit.
     async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError>;
 }
@@ -40,6 +76,10 @@ pub struct AgentRequest {
     pub timeout: Duration,
     /// Model calls it may make.
     pub max_turns: u32,
+    /// Context window: prompt plus reply of a model call, tokens.
+    pub context_tokens: u32,
+    /// Longest reply of a model call, tokens.
+    pub max_tokens_per_turn: u32,
     /// Folder on the host for the agent's own log; must exist.
     pub log_dir: PathBuf,
 }

@@ -80,7 +80,8 @@ pub struct TrialRunnerConfig {
     pub override_memory_mb: Option<u64>,
     /// Processes and threads of a sandbox (`SANDBOX_PIDS_LIMIT`).
     pub pids_limit: Option<u32>,
-    /// How long a trial waits for room in `trials_dir` before it counts as failed.
+    /// How long a trial waits for room in `trials_dir`: before it starts, and then counts as failed; and for its
+    /// record at the end, which is given up then (tokens and reward are in the buffer).
     pub room_deadline: Duration,
 }
 

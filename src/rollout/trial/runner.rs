@@ -15,6 +15,7 @@ use std::{
     error::Error,
     future::Future,
     io::ErrorKind,
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -25,6 +26,32 @@ const GRACE: Duration = Duration::from_secs(60);
 
 /// How often a trial that waits for room on the disk tries again.
 const ROOM_POLL: Duration = Duration::from_secs(1);
+
+/// Writes as soon as the disk has room, and says so in the log while it waits.
+async fn when_there_is_room<T>(
+    patience: Duration,
+    trial: &str,
+    dir: &Path,
+    write: impl Fn() -> std::io::Result<T>,
+) -> std::io::Result<T> {
+    let begin = Instant::now();
+    loop {
+        let error = match write() {
+            Ok(written) => return Ok(written),
+            Err(error) => error,
+        };
+        let full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+        if !full || begin.elapsed() >= patience {
+            return Err(error);
+        }
+        tracing::warn!(
+            trial,
+            "{}: {error}; trials wait until there is room",
+            dir.display()
+        );
+        tokio::time::sleep(ROOM_POLL.min(patience)).await;
+    }
+}
 
 /// Runs attempts; shared by all workers.
 pub struct TrialRunner {
@@ -199,8 +226,14 @@ impl TrialRunner {
         };
         if let Some(folder) = &folder {
             let (scaffold, backend) = (self.scaffold.name(), self.backend.name());
-            let written = folder.finish(task, assignment, scaffold, backend, &record, failure.as_ref());
-            if let Err(error) = written {
+            let write = || folder.finish(task, assignment, scaffold, backend, &record, failure.as_ref());
+            // A trial that nobody wants any more does not hold a worker.
+            let patience = if ended.is_some() {
+                self.config.room_deadline
+            } else {
+                Duration::ZERO
+            };
+            if let Err(error) = when_there_is_room(patience, &trial, &folder.dir, write).await {
                 // The folder is for people; the result itself is not lost.
                 tracing::warn!(trial, "cannot write {}: {error}", folder.dir.display());
             }
@@ -229,7 +262,8 @@ impl TrialRunner {
         let session = endpoint.session.to_string();
 
         record.env_setup.begin();
-        let spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
+        let mut spec = self.sandbox_spec(assignment, task, &endpoint, &budget)?;
+        spec.mounts = self.scaffold.mounts().map_err(|e| scaffold_failure(&e))?;
         let sandbox = within(
             budget.env + GRACE,
             "the sandbox to start",
@@ -256,6 +290,8 @@ impl TrialRunner {
             endpoint,
             timeout: budget.agent,
             max_turns: self.config.max_turns,
+            context_tokens: self.config.max_total_tokens,
+            max_tokens_per_turn: self.config.max_tokens_per_turn,
             log_dir: folder.agent_dir(),
         };
         let ran = within(
@@ -326,23 +362,15 @@ impl TrialRunner {
         })
     }
 
-    /// Makes the trial's folder. A full disk is no verdict on a trial: it waits for room, and the log says so.
+    /// Makes the trial's folder. A full disk is no verdict on a trial.
     async fn make_folder(&self, purpose: Purpose, name: &str) -> Result<TrialFolder, Failure> {
-        let dir = self.config.trials_dir.display();
-        let begin = Instant::now();
-        loop {
-            let error = match TrialFolder::create(&self.config.trials_dir, purpose, name) {
-                Ok(folder) => return Ok(folder),
-                Err(error) => error,
-            };
-            let full = matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
-            if !full || begin.elapsed() >= self.config.room_deadline {
-                let detail = format!("cannot make a trial folder in {dir}: {error}");
-                return Err(Failure::new(DropReason::EnvSetupFailed, detail));
-            }
-            tracing::warn!(trial = name, "{dir}: {error}; trials wait until there is room");
-            tokio::time::sleep(ROOM_POLL.min(self.config.room_deadline)).await;
-        }
+        let dir = &self.config.trials_dir;
+        let make = || TrialFolder::create(dir, purpose, name);
+        let made = when_there_is_room(self.config.room_deadline, name, dir, make).await;
+        made.map_err(|error| {
+            let detail = format!("cannot make a trial folder in {}: {error}", dir.display());
+            Failure::new(DropReason::EnvSetupFailed, detail)
+        })
     }
 
     fn open_session(

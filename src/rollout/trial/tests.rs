@@ -302,6 +302,7 @@ async fn a_solved_task_is_a_trajectory_and_a_folder() {
         versions: vec![0, 4],
         prompt_len: 1,
         weight: 1.0,
+        routing: None,
     };
     let capture = CapturedSession {
         sequences: vec![sequence.clone()],
@@ -570,14 +571,14 @@ async fn fifty_mebibytes_of_tool_output_end_no_trial() {
     assert!(size < 20 << 20, "the agent's logs are cut: {size} bytes");
 }
 
-/// A file system of its own with room for a handful of files; unmounted when dropped.
+/// A small file system of its own; unmounted when dropped.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
-    fn mount(at: &Path) -> Option<Self> {
+    fn mount(at: &Path, options: &str) -> Option<Self> {
         fs::create_dir_all(at).unwrap();
         let mut mount = std::process::Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", "nr_inodes=64", "tmpfs"]).arg(at);
+        mount.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(at);
         mount
             .output()
             .is_ok_and(|o| o.status.success())
@@ -599,7 +600,7 @@ async fn a_full_disk_delays_a_trial_and_does_not_drop_it() {
     let commands = Some(vec!["cat data.txt > answer"]);
     let setup = Setup::new("", COMPARE, commands, CapturedSession::default());
     let trials = setup.folder.path().join("trials");
-    let Some(_disk) = SmallDisk::mount(&trials) else {
+    let Some(_disk) = SmallDisk::mount(&trials, "nr_inodes=64") else {
         eprintln!("SKIP full disk: mounting a small file system needs root");
         return;
     };
@@ -613,4 +614,48 @@ async fn a_full_disk_delays_a_trial_and_does_not_drop_it() {
     };
     let (trajectory, ()) = tokio::join!(setup.finished(), make_room);
     assert_eq!(trajectory.outcome.reward, 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_fills_before_the_trajectory_is_written_loses_nothing() {
+    let message = json!({"role": "user", "content": "x".repeat(3 << 20)});
+    let capture = CapturedSession {
+        branches: vec![CapturedBranch {
+            kind: BranchKind::Main,
+            trainable: false,
+            parent: None,
+            turns: 1,
+            tokens: TokenSequence::default(),
+            messages: vec![message.clone()],
+        }],
+        ..CapturedSession::default()
+    };
+    let setup = Setup::new("", COMPARE, Some(vec!["cat data.txt > answer"]), capture);
+    let trials = setup.folder.path().join("trials");
+    let Some(_disk) = SmallDisk::mount(&trials, "size=8m") else {
+        eprintln!("SKIP full disk: mounting a small file system needs root");
+        return;
+    };
+    let ballast = trials.join("ballast");
+    fs::write(&ballast, vec![1; 6 << 20]).unwrap();
+    let make_room = async {
+        let begin = std::time::Instant::now();
+        while setup.sessions.closed.lock().unwrap().is_empty() {
+            assert!(
+                begin.elapsed() < Duration::from_secs(60),
+                "the trial never closed its session"
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        assert!(!setup.trial_dir().join("result.json").exists(), "it waits");
+        fs::remove_file(&ballast).unwrap();
+    };
+    let (trajectory, ()) = tokio::join!(setup.finished(), make_room);
+    assert_eq!(trajectory.outcome.reward, 1.0);
+    assert_eq!(
+        setup.json("proxy_trajectory.json")["branches"][0]["messages"][0],
+        message
+    );
+    assert_eq!(setup.json("result.json")["reward_valid"], true);
 }

@@ -111,3 +111,48 @@ proptest! {
         }
     }
 }
+
+proptest! {
+    /// A session moves when its replica drains or is lost, and at no other time, whatever the others do.
+    #[test]
+    fn a_session_stays_while_its_replica_is_up(steps in steps(), prefix_aware in any::<bool>()) {
+        let policy = if prefix_aware { BalancePolicy::PrefixAware } else { BalancePolicy::StickyLeastLoaded };
+        let mut b = Balancer::new(policy);
+        let mut homes = std::collections::BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Join(r) => b.on_join(ReplicaId(r)),
+                Step::Drain(r) => {
+                    b.on_drain(ReplicaId(r));
+                    homes.retain(|_, home| *home != ReplicaId(r));
+                }
+                Step::Loss(r) => {
+                    b.on_loss(ReplicaId(r));
+                    homes.retain(|_, home| *home != ReplicaId(r));
+                }
+                Step::Pick(s, p) => if let Some(id) = b.pick(&session(s), &vec![p; BLOCK_TOKENS * 2]) {
+                    prop_assert_eq!(*homes.entry(s).or_insert(id), id);
+                },
+                Step::End => {}
+                Step::SessionEnd(s) => {
+                    b.on_session_end(&session(s));
+                    homes.remove(&s);
+                }
+            }
+            b.sanity_check();
+        }
+    }
+
+    /// New sessions go where the fewest are: with the sessions' own number as the only load, no replica has two
+    /// more than another one.
+    #[test]
+    fn sessions_are_spread_evenly(replicas in 1u32..9, sessions in 0u32..60) {
+        let mut b = Balancer::new(BalancePolicy::StickyLeastLoaded);
+        (0..replicas).for_each(|id| b.on_join(ReplicaId(id)));
+        let mut counts = vec![0u32; replicas as usize];
+        for n in 0..sessions {
+            counts[b.pick(&session(n), &[]).unwrap().0 as usize] += 1;
+        }
+        prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1, "{counts:?}");
+    }
+}

@@ -7,7 +7,7 @@
 //! What is skipped without looking inside is checked when it is parsed; [`locate`] then tells line and
 //! column in the whole body.
 
-use super::error::ApiError;
+use super::{capture::parse_json, error::ApiError};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -75,7 +75,7 @@ pub struct Body<'b> {
 impl Body<'_> {
     /// The remaining fields. Unknown ones are ignored; a repeated key counts once, the last time.
     pub fn fields<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
-        let value: Value = serde_json::from_slice(&self.rest)
+        let value: Value = parse_json(&self.rest)
             .map_err(|error| ApiError::BadRequest(format!("a field is not valid JSON: {error}")))?;
         serde_json::from_value(value)
             .map_err(|error| ApiError::BadRequest(format!("a field has a wrong type: {error}")))
@@ -89,7 +89,7 @@ pub fn take_apart<'b>(body: &'b [u8], names: Names, known: &mut dyn Known) -> Re
 
 /// Why a body is not JSON, with line and column; `otherwise` if it is.
 pub fn locate(body: &[u8], otherwise: &str) -> ApiError {
-    match serde_json::from_slice::<Value>(body) {
+    match parse_json::<Value>(body) {
         Err(error) => ApiError::BadRequest(format!(
             "the request body is not valid JSON: {error} (body of {} bytes)",
             body.len()

@@ -31,6 +31,7 @@ mod metrics;
 pub mod protocol;
 mod request;
 pub mod router;
+pub mod routing;
 mod session;
 mod stream;
 #[cfg(test)]
@@ -55,6 +56,7 @@ use crate::{
 use axum::serve::ListenerExt;
 use capture::{RenderError, Renderer};
 use router::Router;
+use routing::{RoutingCapture, RoutingFile};
 use serde_json::{Map, Value};
 use session::{Closed, Session};
 use std::{
@@ -96,10 +98,13 @@ pub struct ProxyConfig {
     pub max_session_tokens: Option<u64>,
     /// Sessions may be opened and closed over HTTP.
     pub admin: Option<AdminConfig>,
+    /// Record the experts of sessions that are trained on (`ENABLE_R3`).
+    pub routing: Option<RoutingCapture>,
 }
 
 impl ProxyConfig {
-    /// Kinds of branches that are trained on unless the configuration says otherwise: all but side requests.
+    /// Kinds of branches that are trained on unless the configuration says otherwise: all but requests for a
+    /// summary and side requests.
     pub const TRAIN_BRANCHES: [BranchKind; 5] = [
         BranchKind::Main,
         BranchKind::SubAgent,
@@ -122,6 +127,7 @@ impl ProxyConfig {
             train_branches: Self::TRAIN_BRANCHES.to_vec(),
             max_session_tokens: None,
             admin: None,
+            routing: None,
         }
     }
 }
@@ -141,6 +147,17 @@ pub enum ProxyError {
     /// The socket cannot be made.
     #[error("cannot listen on the unix socket `{path}`: {source}")]
     Socket {
+        /// Its path.
+        path: PathBuf,
+        /// Cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The folder for rows of routing.
+    #[error(
+        "cannot prepare the folder `{path}` for routing replay: {source}; ENABLE_R3=False trains without"
+    )]
+    Routing {
         /// Its path.
         path: PathBuf,
         /// Cause.
@@ -196,6 +213,7 @@ pub struct Shared {
     train_branches: Vec<BranchKind>,
     max_session_tokens: Option<u64>,
     admin: Option<AdminConfig>,
+    routing: Option<RoutingCapture>,
     /// Sessions opened over HTTP.
     opened: AtomicU64,
     tcp: Option<SocketAddr>,
@@ -245,6 +263,12 @@ impl Proxy {
             Some(listener) => Some(listener.local_addr().map_err(ProxyError::Threads)?),
             None => None,
         };
+        if let Some(capture) = &config.routing {
+            capture.prepare().map_err(|source| ProxyError::Routing {
+                path: capture.dir.clone(),
+                source,
+            })?;
+        }
         let unix = bind_unix(&config.unix_socket)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(config.threads.max(1))
@@ -258,6 +282,7 @@ impl Proxy {
             train_branches: config.train_branches,
             max_session_tokens: config.max_session_tokens,
             admin: config.admin,
+            routing: config.routing,
             opened: AtomicU64::new(0),
             tcp: address,
             renderer,
@@ -375,7 +400,11 @@ impl Proxy {
         if shared.is_draining() {
             return Err(SessionError::Closed("it is draining".into()));
         }
-        let session = Arc::new(Session::new(spec, random_hex(16)));
+        let session = Session::new(spec, random_hex(16));
+        if let Some(capture) = shared.routing.as_ref().filter(|_| session.is_trained()) {
+            session.lock().tree.record_routing(RoutingFile::new(capture));
+        }
+        let session = Arc::new(session);
         let mut sessions = shared.sessions.write().unwrap_or_else(PoisonError::into_inner);
         if sessions.contains_key(&session.id.0) {
             return Err(SessionError::Closed(format!(

@@ -10,7 +10,7 @@
 use crate::{
     base::{
         Engine, EngineError, EngineEvent, EngineStatus, FinishReason, GenerateRequest, ReplicaId, RequestId,
-        SampledToken, SessionId,
+        RoutedExperts, SampledToken, SessionId,
     },
     serve::{
         balancer::{BalancePolicy, Balancer},
@@ -74,7 +74,7 @@ pub enum RouteError {
 }
 
 /// The end of a generation; its tokens went to the callback.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Generated {
     /// Why it ended.
     pub reason: FinishReason,
@@ -84,6 +84,9 @@ pub struct Generated {
     pub interruptions: u32,
     /// Time spent waiting for admission.
     pub admission_wait: Duration,
+    /// Experts of the tokens that [`GenerateRequest::routing_from`] names. After a move to another replica they
+    /// are those of the replica that went on, which computed all tokens again.
+    pub routing: Option<RoutedExperts>,
 }
 
 /// Counters since start, for `/metrics`.
@@ -189,6 +192,11 @@ impl Router {
         }
     }
 
+    /// No replica is there.
+    pub fn is_empty(&self) -> bool {
+        self.lock().replicas.is_empty()
+    }
+
     /// Turns that run on a replica.
     pub fn in_flight(&self, id: ReplicaId) -> u32 {
         self.lock().balancer.in_flight(id)
@@ -233,7 +241,7 @@ impl Router {
                         reason,
                         cached_tokens,
                         interruptions: more,
-                        ..
+                        routing,
                     }) => {
                         turn.end(request.prompt.len() + tokens.len());
                         return Ok(Generated {
@@ -241,6 +249,7 @@ impl Router {
                             cached_tokens: first_cached.unwrap_or(cached_tokens),
                             interruptions: interruptions + more,
                             admission_wait,
+                            routing,
                         });
                     }
                     Some(EngineEvent::Failed(EngineError::ReplicaLost(problem))) => break problem,
@@ -267,6 +276,7 @@ impl Router {
                         cached_tokens: 0,
                         interruptions,
                         admission_wait,
+                        routing: None,
                     });
                 }
                 let mut prompt = request.prompt.to_vec();
@@ -557,6 +567,105 @@ mod tests {
             tokio::task::yield_now().await;
         }
         assert_eq!(router.in_flight(ReplicaId(0)), 0);
+    }
+
+    /// An engine of 100 tokens in which a turn of "slow" never ends.
+    fn small_engine() -> Arc<ScriptedEngine> {
+        let slow = ScriptedReply {
+            tokens: vec![5, 9],
+            token_delay: Duration::from_secs(3600),
+            ..ScriptedReply::default()
+        };
+        let script = move |request: &GenerateRequest, _| {
+            if request.session.as_str() == "slow" {
+                slow.clone()
+            } else {
+                vec![9].into()
+            }
+        };
+        Arc::new(ScriptedEngine::new(100, Box::new(script)))
+    }
+
+    async fn until(what: &str, mut done: impl FnMut() -> bool) {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !done() {
+            assert!(Instant::now() < end, "waited 20 s until {what}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn waits_are_counted_by_their_reason_and_end_with_one() {
+        let router = Arc::new(Router::new(RouterConfig {
+            scheduler: SchedulerConfig {
+                deadline: Duration::from_millis(300),
+                ..SchedulerConfig::default()
+            },
+            wait_poll: Duration::from_millis(20),
+            ..RouterConfig::default()
+        }));
+        router.join(ReplicaId(0), small_engine());
+        let spawn = |session: &'static str, prompt: usize| {
+            let router = router.clone();
+            tokio::spawn(async move { router.generate(request(session, prompt), |_| {}).await })
+        };
+        let slow = spawn("slow", 80);
+        until("it runs", || router.in_flight(ReplicaId(0)) == 1).await;
+        let big = spawn("big", 50);
+        until("it waits", || router.stats().waiting == 1).await;
+        let small = spawn("small", 2);
+        until("both wait", || router.stats().waiting == 2).await;
+        let waited = router.stats().waited;
+        assert_eq!(
+            waited.into_iter().collect::<Vec<_>>(),
+            [(WaitReason::AboveWatermark, 1), (WaitReason::BehindOlder, 1)]
+        );
+        let error = big.await.unwrap().unwrap_err();
+        assert!(
+            matches!(
+                error,
+                RouteError::NotAdmitted {
+                    replica: ReplicaId(0),
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        // The small one was behind it alone.
+        assert_eq!(small.await.unwrap().unwrap().reason, FinishReason::Stop);
+        let stats = router.stats();
+        assert_eq!((stats.refused, stats.waiting), (1, 0));
+        assert_eq!(stats.admitted[&AdmitReason::BelowWatermark], 1);
+        slow.abort();
+        until("nothing runs", || router.in_flight(ReplicaId(0)) == 0).await;
+    }
+
+    #[tokio::test]
+    async fn a_waiting_turn_is_asked_for_anew_when_its_replica_drains_or_is_lost() {
+        for lost in [false, true] {
+            let router = Arc::new(Router::new(RouterConfig::default()));
+            router.join(ReplicaId(0), small_engine());
+            let spawn = |session: &'static str| {
+                let router = router.clone();
+                tokio::spawn(async move { router.generate(request(session, 80), |_| {}).await })
+            };
+            let slow = spawn("slow");
+            until("it runs", || router.in_flight(ReplicaId(0)) == 1).await;
+            let waiting = spawn("waits");
+            until("it waits", || router.stats().waiting == 1).await;
+            router.join(ReplicaId(1), small_engine());
+            if lost {
+                router.lose(ReplicaId(0));
+            } else {
+                router.drain(ReplicaId(0));
+            }
+            assert_eq!(waiting.await.unwrap().unwrap().reason, FinishReason::Stop);
+            assert_eq!(router.stats().waiting, 0);
+            // What ran there goes on there as long as it lives.
+            assert_eq!(router.in_flight(ReplicaId(0)), u32::from(!lost));
+            slow.abort();
+            until("nothing runs", || router.in_flight(ReplicaId(0)) == 0).await;
+        }
     }
 
     #[tokio::test]

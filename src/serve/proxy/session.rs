@@ -7,7 +7,7 @@ use super::{
     turn::{self, TurnSpec},
     Shared,
 };
-use crate::base::{BranchKind, CapturedSession, SessionId, SessionSpec};
+use crate::base::{BranchKind, CapturedSession, Purpose, SessionId, SessionSpec};
 use std::{
     collections::HashMap,
     sync::{
@@ -106,6 +106,11 @@ impl Session {
             refused: AtomicU32::new(0),
             state: Mutex::default(),
         }
+    }
+
+    /// Its tokens are trained on.
+    pub fn is_trained(&self) -> bool {
+        self.spec.key.purpose == Purpose::Train
     }
 
     /// URL path with the secret in it.
@@ -231,6 +236,8 @@ impl Session {
             session: self.clone(),
             live,
             node,
+            routing_from: state.tree.routing_from(node),
+            routing_file: state.tree.routing_file(),
             seed: super::mix_seed(
                 self.spec.sampling.seed,
                 u64::from(place.branch),

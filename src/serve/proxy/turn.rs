@@ -9,11 +9,12 @@ use super::{
     error::ApiError,
     live::{self, End, Ending, Finished, Live},
     router::{Generated, RouteError},
+    routing::{RoutingFile, TurnRows},
     session::{Closed, Session, State},
     Shared,
 };
 use crate::{
-    base::{FinishReason, GenerateRequest, RequestId, SampledToken},
+    base::{FinishReason, GenerateRequest, RequestId, RoutedExperts, SampledToken},
     model::{
         tokenizer::DecodeStream,
         tool_calls::{Piece, ReplyParser, Thinking, ToolCallFormat},
@@ -66,6 +67,10 @@ pub struct Job {
     pub live: Arc<Live>,
     /// Its place in the tree.
     pub node: NodeId,
+    /// First token whose experts the engine is to report, if they are recorded.
+    pub routing_from: Option<u32>,
+    /// Where they go.
+    pub routing_file: Option<Arc<RoutingFile>>,
     /// Seed of its random stream.
     pub seed: u64,
     /// What the request asked for.
@@ -114,7 +119,7 @@ pub async fn drive(job: Job) {
         },
         stop_token_ids: job.shared.renderer.tokenizer().stop_ids().to_vec(),
         max_new_tokens: wanted.min(limits.max_tokens_per_turn).min(room).max(1),
-        routing_from: None,
+        routing_from: job.routing_from,
     };
     let format = job.request.parse_tools.then(|| job.shared.format.clone());
     let (stop_hit, stop_seen) = (Notify::new(), AtomicBool::new(false));
@@ -180,7 +185,19 @@ pub async fn drive(job: Job) {
             reason: FinishReason::Abort,
             ..
         })) => Err(ApiError::Engine("the engine ended the generation".into())),
-        Outcome::Generated(Ok(generated)) => Ok((Some(generated), text.finish(&job, generated.reason))),
+        Outcome::Generated(Ok(generated)) => {
+            let reply = text.finish(&job, generated.reason);
+            match job
+                .store_rows(generated.routing.as_ref(), reply.tokens.len())
+                .await
+            {
+                Ok(rows) => Ok((Some(generated), ReplyEnd { rows, ..reply })),
+                Err(problem) => {
+                    tracing::warn!(session = %job.session.id, turn = job.node, problem, "turn failed");
+                    Err(ApiError::Engine(problem))
+                }
+            }
+        }
         Outcome::StopText => Ok((None, text.finish(&job, FinishReason::Stop))),
         // What was sampled in time is a reply that was cut off.
         Outcome::Deadline if !text.tokens.is_empty() => Ok((None, text.finish(&job, FinishReason::Length))),
@@ -197,6 +214,33 @@ impl Job {
     fn call_id(&self, number: usize) -> String {
         let unique = super::mix_seed(self.seed, self.node as u64, number as u64);
         format!("{}{unique:016x}", self.request.call_prefix)
+    }
+
+    /// Writes the rows of a finished generation to the session's file. `None` where nothing was asked for, or
+    /// the engine's model has no experts.
+    async fn store_rows(
+        &self,
+        routing: Option<&RoutedExperts>,
+        sampled: usize,
+    ) -> Result<Option<TurnRows>, String> {
+        let (Some(first), Some(file), Some(routing)) = (self.routing_from, &self.routing_file, routing)
+        else {
+            return Ok(None);
+        };
+        // The last sampled token was never computed.
+        let end = (self.live.prompt.len() + sampled).saturating_sub(1) as u32;
+        let shape = file.shape();
+        let bytes = shape.encode(routing.rows(first, end, shape)?)?;
+        let tokens = end.saturating_sub(first);
+        let writer = file.clone();
+        let at = tokio::task::spawn_blocking(move || writer.append(&bytes))
+            .await
+            .map_err(|error| error.to_string())?
+            .map_err(|error| {
+                let path = file.path().display();
+                format!("the experts of a turn cannot be written to `{path}`: {error}")
+            })?;
+        Ok(Some(TurnRows { first, tokens, at }))
     }
 
     /// True if nobody waits any more; the turn is then removed. A client that joins meanwhile keeps it.
@@ -232,7 +276,7 @@ impl Job {
                     captured.completion_tokens += reply.tokens.len() as u64;
                     captured.malformed_tool_calls += u32::from(reply.malformed);
                     captured.length_finishes += u32::from(reply.ending == Ending::Length);
-                    if let Some(generated) = generated {
+                    if let Some(generated) = &generated {
                         captured.admission_wait_secs += generated.admission_wait.as_secs_f64();
                     }
                     // A request without tools cannot be answered with a call.
@@ -249,6 +293,9 @@ impl Job {
                         reasoning_tokens: reply.reasoning_tokens,
                     });
                     let message = finished.message();
+                    if let Some(rows) = reply.rows {
+                        state.tree.set_rows(node, rows);
+                    }
                     state
                         .tree
                         .commit(&shared.renderer, node, finished.tokens.clone(), message);
@@ -299,6 +346,7 @@ struct ReplyEnd {
     malformed: bool,
     tokens: Vec<SampledToken>,
     reasoning_tokens: usize,
+    rows: Option<TurnRows>,
 }
 
 impl ReplyText {
@@ -407,6 +455,7 @@ impl ReplyText {
             malformed: self.parser.malformed() > 0 && !length,
             tokens: self.tokens,
             reasoning_tokens: self.reasoning_tokens,
+            rows: None,
         }
     }
 }

@@ -186,3 +186,127 @@ proptest! {
         prop_assert!(waiting.is_empty(), "{waiting:?} still wait");
     }
 }
+
+#[test]
+fn each_replica_has_its_own_watermark() {
+    let mut s = SessionScheduler::new(SchedulerConfig::default());
+    let t0 = Instant::now();
+    let at = |session: &str, replica: u32, tokens: u64| Ask {
+        replica: ReplicaId(replica),
+        ..ask(session, tokens, 0)
+    };
+    let _ = s.on_ask(t0, at("a", 0, 800), VIEW);
+    assert_eq!(
+        s.on_ask(t0, at("b", 0, 100), VIEW).1,
+        Verdict::Wait(WaitReason::AboveWatermark)
+    );
+    // The other one is empty, and a waiter there does not count here.
+    assert_eq!(
+        s.on_ask(t0, at("c", 1, 100), VIEW).1,
+        Verdict::Admit(AdmitReason::IdleReplica)
+    );
+    assert_eq!(
+        s.on_ask(t0, at("d", 1, 700), VIEW).1,
+        Verdict::Admit(AdmitReason::BelowWatermark)
+    );
+    assert_eq!(
+        (s.owned_tokens(ReplicaId(0)), s.owned_tokens(ReplicaId(1))),
+        (800, 800)
+    );
+    // What the engine reports counts where it is more than what sessions own.
+    let busy = ReplicaView {
+        kv_tokens_active: 840,
+        ..VIEW
+    };
+    let (_, v) = s.on_ask(t0, at("e", 1, 20), busy);
+    assert_eq!(v, Verdict::Wait(WaitReason::AboveWatermark));
+    s.sanity_check();
+}
+
+/// Longest turn of the load below, in seconds.
+const LONGEST: u64 = 50;
+
+#[derive(Clone, Debug)]
+struct Arrival {
+    session: u8,
+    prompt: u64,
+    /// Of the turn, once it is admitted.
+    secs: u64,
+    /// Until the next arrival.
+    gap: u64,
+}
+
+fn load() -> impl Strategy<Value = Vec<Arrival>> {
+    let arrival = (0u8..30, 50u64..900, 1..=LONGEST, 0u64..20);
+    let arrival = arrival.prop_map(|(session, prompt, secs, gap)| Arrival {
+        session,
+        prompt,
+        secs,
+        gap,
+    });
+    prop::collection::vec(arrival, 1..150)
+}
+
+/// Time goes on second by second; turns end when their time is over. Gives every waiter's end: how long it
+/// waited, how many older ones it found, and the verdict.
+fn simulate(config: SchedulerConfig, load: &[Arrival]) -> Vec<(u64, usize, Verdict)> {
+    let mut s = SessionScheduler::new(config);
+    let t0 = Instant::now();
+    let mut arrivals = load.iter();
+    let mut next_at = 0;
+    let mut next = arrivals.next();
+    let mut running: Vec<(u64, Ticket, u64)> = Vec::new();
+    let mut waiting: BTreeMap<Ticket, (u64, usize, Arrival)> = BTreeMap::new();
+    let mut ends = Vec::new();
+    let mut now = 0;
+    while next.is_some() || !waiting.is_empty() || !running.is_empty() {
+        let instant = t0 + secs(now);
+        for (_, ticket, tokens) in running.extract_if(.., |turn| turn.0 <= now) {
+            s.on_turn_end(instant, ticket, tokens);
+        }
+        while let Some(arrival) = next.filter(|_| next_at <= now) {
+            let name = format!("s{}", arrival.session);
+            let (ticket, verdict) = s.on_ask(instant, ask(&name, arrival.prompt, 0), VIEW);
+            match verdict {
+                Verdict::Admit(_) => running.push((now + arrival.secs, ticket, arrival.prompt)),
+                _ => {
+                    waiting.insert(ticket, (now, waiting.len(), arrival.clone()));
+                }
+            }
+            next = arrivals.next();
+            next_at = now + arrival.gap;
+        }
+        for (ticket, verdict) in s.reconsider(instant, R, VIEW) {
+            let (since, older, arrival) = waiting.remove(&ticket).expect("it waited");
+            ends.push((now - since, older, verdict));
+            if matches!(verdict, Verdict::Admit(_)) {
+                running.push((now + arrival.secs, ticket, arrival.prompt));
+            }
+        }
+        s.sanity_check();
+        now += 1;
+    }
+    ends
+}
+
+proptest! {
+    /// The queue is served by age: the oldest waits for the age limit and for one turn admitted by age before it.
+    #[test]
+    fn nobody_waits_longer_than_its_place_in_the_queue_allows(load in load()) {
+        let config = SchedulerConfig { deadline: secs(1_000_000), ..SchedulerConfig::default() };
+        let age = config.age_limit.as_secs();
+        for (waited, older, verdict) in simulate(config, &load) {
+            prop_assert!(matches!(verdict, Verdict::Admit(_)));
+            prop_assert!(waited <= age + (older as u64 + 1) * (LONGEST + 1), "{waited} s behind {older}");
+        }
+    }
+
+    #[test]
+    fn nobody_waits_longer_than_the_deadline(load in load(), deadline in 5u64..200) {
+        let config = SchedulerConfig { deadline: secs(deadline), ..SchedulerConfig::default() };
+        for (waited, _, verdict) in simulate(config, &load) {
+            prop_assert!(waited <= deadline, "{waited} s");
+            prop_assert_eq!(verdict == Verdict::Refuse, verdict == Verdict::Refuse && waited == deadline);
+        }
+    }
+}

@@ -4,6 +4,7 @@
 //! writer never touches a map, so a full disk is an error code and never a SIGBUS.
 
 use super::{error::BufferError, shard};
+use crate::base::{routing::read_slice, RoutingStore};
 use std::{
     collections::HashMap,
     fs::File,
@@ -18,6 +19,20 @@ pub(super) struct Location {
     pub offset: u64,
     /// Header, body and padding.
     pub len: u64,
+}
+
+/// A mapped shard as the place of its rows of routing.
+#[derive(Debug)]
+pub(super) struct MappedShard(pub Arc<memmap2::Mmap>);
+
+impl RoutingStore for MappedShard {
+    fn read(&self, at: u64, out: &mut [u8]) -> std::io::Result<()> {
+        read_slice(&self.0, at, out)
+    }
+
+    fn bytes(&self) -> Option<&[u8]> {
+        Some(&self.0)
+    }
 }
 
 /// Maps of the shards that were read last.

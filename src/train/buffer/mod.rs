@@ -79,7 +79,7 @@ pub use recover::{salvage, SalvageReport};
 use crate::base::{DropReason, GroupId, PolicyVersion, TrialEnd, TrialKey};
 use crate::train::batch::{TrainBatch, TrainGroup};
 use deliveries::DeliveryLog;
-use mmap::{Location, ShardReader};
+use mmap::{Location, MappedShard, ShardReader};
 use rayon::prelude::*;
 use record::RecordHeader;
 use shard::ShardWriter;
@@ -470,7 +470,11 @@ impl Buffer {
         if crc32fast::hash(body) != header.body_crc {
             return Err(corrupt(trial, "the checksum is wrong".to_owned()));
         }
-        match record::decode(&header, body) {
+        let place = record::BodyStore {
+            at: location.offset + record::HEADER_BYTES as u64,
+            store: Arc::new(MappedShard(map.clone())),
+        };
+        match record::decode(&header, body, &place) {
             Ok(TrialEnd::Finished(trajectory)) => Ok(trajectory),
             Ok(TrialEnd::Dropped { .. }) => Err(corrupt(trial, "it is a dropped trial".to_owned())),
             Err(problem) => Err(corrupt(trial, problem)),

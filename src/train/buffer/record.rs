@@ -20,16 +20,19 @@
 //! ```
 //!
 //! Sections of a finished trial: `META` (text, reward, timing, one line per sequence), then per
-//! sequence `IDS` (u32), `LOGPROBS` (f32), `VERSIONS` (runs of u32 count, u32 version) and `MASK` (one
-//! bit a token, low bit first). Section numbers from 16 on are for expert routing; this format version
-//! writes none, and a reader that meets a section it does not know refuses the record.
+//! sequence `IDS` (u32), `LOGPROBS` (f32), `VERSIONS` (runs of u32 count, u32 version), `MASK` (one
+//! bit a token, low bit first) and, where it was recorded, `ROUTING` (u32 experts of a layer, u32 sparse
+//! layers, u32 experts of a token in a layer, u32 runs, by run u32 first token and u32 tokens; then the rows of all runs, an expert one byte up to 256
+//! experts a layer and else a u16). A reader that meets a section it does not know refuses the record.
 //! A dropped trial has `META` alone.
+//!
+//! Rows of routing are not copied when a record is read: the sequence refers to the mapped shard.
 
 use crate::base::{
-    DropReason, GroupId, Purpose, StopReason, TokenSequence, Trajectory, TrialEnd, TrialKey, TrialOutcome,
-    TrialTiming,
+    DropReason, GroupId, Purpose, RoutingRun, RoutingShape, RoutingStore, SequenceRouting, StopReason,
+    TokenSequence, Trajectory, TrialEnd, TrialKey, TrialOutcome, TrialTiming,
 };
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 pub(super) const RECORD_MARK: u32 = 0x4352_4c2e; // ".LRC"
 pub(super) const HEADER_BYTES: usize = 48;
@@ -44,6 +47,7 @@ const IDS: u32 = 2;
 const LOGPROBS: u32 = 3;
 const VERSIONS: u32 = 4;
 const MASK: u32 = 5;
+const ROUTING: u32 = 16;
 
 /// What a record's header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,6 +177,13 @@ pub(super) fn encode(end: &TrialEnd, start_version: u32) -> Result<Vec<u8>, Stri
     Ok(bytes)
 }
 
+/// About the bytes of a sequence.
+fn record_bytes(sequence: &TokenSequence) -> usize {
+    let routing = sequence.routing.as_ref();
+    let rows = routing.map_or(0, |r| r.recorded() * r.shape.row_bytes() + 8 * r.runs.len());
+    sequence.len() * 9 + rows + 256
+}
+
 fn encode_finished(out: &mut Encoder, t: &Trajectory) -> Result<(), String> {
     for (i, sequence) in t.sequences.iter().enumerate() {
         sequence
@@ -183,7 +194,7 @@ fn encode_finished(out: &mut Encoder, t: &Trajectory) -> Result<(), String> {
         }
     }
     out.0
-        .reserve(t.sequences.iter().map(|s| s.len() * 9 + 256).sum::<usize>() + 512);
+        .reserve(t.sequences.iter().map(record_bytes).sum::<usize>() + 512);
     out.section(META, 0, |out| {
         out.text(&t.task)?;
         out.text(&t.session)?;
@@ -247,12 +258,35 @@ fn encode_finished(out: &mut Encoder, t: &Trajectory) -> Result<(), String> {
             }));
             Ok(())
         })?;
+        if let Some(routing) = &sequence.routing {
+            out.section(ROUTING, i, |out| {
+                out.u32(routing.shape.num_experts);
+                out.u32(routing.shape.layers);
+                out.u32(routing.shape.top_k);
+                out.u32(routing.runs.len() as u32);
+                for run in &routing.runs {
+                    out.u32(run.first);
+                    out.u32(run.tokens);
+                }
+                let copied = routing.copy_to(&mut out.0);
+                copied.map_err(|e| format!("the experts of sequence {i} cannot be read: {e}"))
+            })?;
+        }
     }
     Ok(())
 }
 
-/// The trial end in `body`, which belongs to `header` and whose checksum is right.
-pub(super) fn decode(header: &RecordHeader, body: &[u8]) -> Result<TrialEnd, String> {
+/// Where the body lies that a record is read from, for what is not copied out of it.
+#[derive(Clone)]
+pub(super) struct BodyStore {
+    pub store: Arc<dyn RoutingStore>,
+    /// Place of the body's first byte.
+    pub at: u64,
+}
+
+/// The trial end in `body`, which belongs to `header` and whose checksum is right. Rows of routing refer to
+/// `store`.
+pub(super) fn decode(header: &RecordHeader, body: &[u8], store: &BodyStore) -> Result<TrialEnd, String> {
     let mut rest = Decoder(body);
     let (mut meta, section, _) = rest.section()?;
     if section != META {
@@ -261,7 +295,10 @@ pub(super) fn decode(header: &RecordHeader, body: &[u8]) -> Result<TrialEnd, Str
         ));
     }
     match header.kind {
-        KIND_FINISHED => decode_finished(header, &mut meta, &mut rest).map(TrialEnd::Finished),
+        KIND_FINISHED => {
+            let place = |rest: &Decoder| store.at + (body.len() - rest.0.len()) as u64;
+            decode_finished(header, &mut meta, &mut rest, &store.store, &place).map(TrialEnd::Finished)
+        }
         KIND_DROPPED => {
             let (task, detail) = (meta.text()?, meta.text()?);
             Ok(TrialEnd::Dropped {
@@ -278,7 +315,11 @@ pub(super) fn decode(header: &RecordHeader, body: &[u8]) -> Result<TrialEnd, Str
 
 /// The reason in the body of a dropped trial.
 pub(super) fn decode_drop_reason(header: &RecordHeader, body: &[u8]) -> Result<DropReason, String> {
-    match decode(header, body)? {
+    let nothing = BodyStore {
+        store: Arc::new(Vec::new()),
+        at: 0,
+    };
+    match decode(header, body, &nothing)? {
         TrialEnd::Dropped { reason, .. } => Ok(reason),
         TrialEnd::Finished(_) => Err("the record is a finished trial".to_owned()),
     }
@@ -288,6 +329,8 @@ fn decode_finished(
     header: &RecordHeader,
     meta: &mut Decoder,
     rest: &mut Decoder,
+    store: &Arc<dyn RoutingStore>,
+    place: &dyn Fn(&Decoder) -> u64,
 ) -> Result<Trajectory, String> {
     let (task, session) = (meta.text()?, meta.text()?);
     let stop = stop_reason(meta.u32()?)?;
@@ -318,7 +361,8 @@ fn decode_finished(
         });
     }
     while !rest.0.is_empty() {
-        let (payload, section, index) = rest.section()?;
+        let (mut payload, section, index) = rest.section()?;
+        let end = place(rest);
         let (Some(sequence), Some(&len)) = (sequences.get_mut(index as usize), lengths.get(index as usize))
         else {
             return Err(format!("section {section} names sequence {index} of {count}"));
@@ -343,6 +387,12 @@ fn decode_finished(
                     sequence.loss_mask.extend_from_slice(&bits);
                 }
                 sequence.loss_mask.truncate(len);
+            }
+            ROUTING => {
+                // The payload ends where the next section begins, but for the padding.
+                let begin = end - padded(payload.0.len()) as u64;
+                let routing = routing(&mut payload, store, begin);
+                sequence.routing = Some(routing.map_err(|problem| format!("sequence {index}: {problem}"))?);
             }
             other => {
                 return Err(format!(
@@ -377,6 +427,46 @@ fn decode_finished(
         malformed_tool_calls,
         timing,
     })
+}
+
+/// Rows of routing whose section's payload begins at byte `begin` of `store`.
+fn routing(
+    payload: &mut Decoder,
+    store: &Arc<dyn RoutingStore>,
+    begin: u64,
+) -> Result<SequenceRouting, String> {
+    let whole = payload.0.len();
+    let shape = RoutingShape {
+        num_experts: payload.u32()?,
+        layers: payload.u32()?,
+        top_k: payload.u32()?,
+    }
+    .check()?;
+    let mut runs = Vec::new();
+    for _ in 0..payload.u32()? {
+        let (first, tokens) = (payload.u32()?, payload.u32()?);
+        runs.push(RoutingRun {
+            first,
+            tokens,
+            store: store.clone(),
+            at: 0,
+        });
+    }
+    let mut at = begin + (whole - payload.0.len()) as u64;
+    let mut rows = 0;
+    for run in &mut runs {
+        run.at = at;
+        let bytes = u64::from(run.tokens) * shape.row_bytes() as u64;
+        at += bytes;
+        rows += bytes;
+    }
+    if rows != payload.0.len() as u64 {
+        return Err(format!(
+            "its rows of routing have {} bytes instead of {rows}",
+            payload.0.len()
+        ));
+    }
+    Ok(SequenceRouting { shape, runs })
 }
 
 struct Encoder(Vec<u8>);

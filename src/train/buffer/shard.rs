@@ -33,7 +33,9 @@ use std::{
 };
 
 pub(super) const MAGIC: &[u8; 8] = b"LRBSHARD";
-pub(super) const FORMAT_VERSION: u32 = 1;
+/// What this program writes. Version 1 had no rows of routing; its shards are read, and not continued.
+pub(super) const FORMAT_VERSION: u32 = 2;
+const OLDEST_VERSION: u32 = 1;
 pub(super) const SHARD_HEADER_BYTES: u64 = 32;
 
 /// Path of a shard.
@@ -55,10 +57,10 @@ pub(super) fn list(dir: &Path) -> Result<Vec<u32>, BufferError> {
     Ok(shards)
 }
 
-fn header(shard: u32) -> [u8; SHARD_HEADER_BYTES as usize] {
+fn header(shard: u32, version: u32) -> [u8; SHARD_HEADER_BYTES as usize] {
     let mut bytes = [0; SHARD_HEADER_BYTES as usize];
     bytes[..8].copy_from_slice(MAGIC);
-    bytes[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+    bytes[8..12].copy_from_slice(&version.to_le_bytes());
     bytes[12..16].copy_from_slice(&shard.to_le_bytes());
     let crc = crc32fast::hash(&bytes[..28]);
     bytes[28..].copy_from_slice(&crc.to_le_bytes());
@@ -175,16 +177,21 @@ pub(super) fn scan(
 const REMEDY: &str = "restore it from a copy, or move it out of the folder: its trials run again unless a \
                       batch behind the last checkpoint used them";
 
+/// Format version in a shard's header.
+fn version_of(bytes: &[u8]) -> u32 {
+    u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]])
+}
+
 fn check_header(path: &Path, shard: u32, bytes: &[u8]) -> Result<(), BufferError> {
+    let found = version_of(bytes);
     let problem = if &bytes[..8] != MAGIC {
         format!("it is not a shard of a Lego-RL buffer, or its start is damaged; {REMEDY}")
-    } else if bytes[8..12] != FORMAT_VERSION.to_le_bytes() {
-        let found = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]);
+    } else if !(OLDEST_VERSION..=FORMAT_VERSION).contains(&found) {
         format!(
-            "format version {found}, and this program reads version {FORMAT_VERSION}; finish the run with the \
-             build that wrote it, or start with another RUN_DIR"
+            "format version {found}, and this program reads versions {OLDEST_VERSION} to {FORMAT_VERSION}; finish \
+             the run with the build that wrote it, or start with another RUN_DIR"
         )
-    } else if bytes[..SHARD_HEADER_BYTES as usize] != header(shard) {
+    } else if bytes[..SHARD_HEADER_BYTES as usize] != header(shard, found) {
         format!("its header is damaged, or the file was renamed; {REMEDY}")
     } else {
         return Ok(());
@@ -230,7 +237,7 @@ pub(super) fn rewrite(dir: &Path, shard: u32, scan: &Scan) -> Result<PathBuf, Bu
     let damaged = old.with_extension("lrb.damaged");
     let fresh = old.with_extension("lrb.new");
     let map = map_file(&old)?;
-    let mut bytes = header(shard).to_vec();
+    let mut bytes = header(shard, version_of(&map)).to_vec();
     for (_, location) in &scan.records {
         let at = bytes.len();
         bytes.extend_from_slice(&map[location.offset as usize..(location.offset + location.len) as usize]);
@@ -247,6 +254,15 @@ pub(super) fn rewrite(dir: &Path, shard: u32, scan: &Scan) -> Result<PathBuf, Bu
     };
     write().map_err(BufferError::io(&old, "rewrite"))?;
     Ok(damaged)
+}
+
+/// Whether a shard has the format that this program writes.
+fn is_current(path: &Path) -> Result<bool, BufferError> {
+    let mut start = [0; SHARD_HEADER_BYTES as usize];
+    let file = File::open(path).map_err(BufferError::io(path, "open"))?;
+    file.read_exact_at(&mut start, 0)
+        .map_err(BufferError::io(path, "read"))?;
+    Ok(version_of(&start) == FORMAT_VERSION)
 }
 
 /// The file that takes new records.
@@ -311,12 +327,12 @@ impl ShardWriter {
                 active
                     .clean()
                     .map_err(BufferError::io(&active.path, "cut the torn tail of"))?;
-                Some(active)
+                is_current(&active.path)?.then_some(active)
             }
             _ => None,
         };
         let next_number = match (&active, last) {
-            (None, Some((number, _))) => number,
+            (None, Some((number, len))) if len < SHARD_HEADER_BYTES => number,
             (_, Some((number, _))) => number + 1,
             (_, None) => 1,
         };
@@ -434,7 +450,7 @@ impl ShardWriter {
                 .create(true)
                 .truncate(true)
                 .open(&path)?;
-            file.write_all_at(&header(number), 0)?;
+            file.write_all_at(&header(number, FORMAT_VERSION), 0)?;
             file.sync_all()?;
             sync_dir(&self.dir)?;
             Ok(file)

@@ -11,7 +11,7 @@ use super::{
 use crate::model::{
     bpe::{TrainedBpe, CHAT_TOKENS},
     chat_template::ChatTemplate,
-    hf::ModelConfig,
+    hf::{ModelConfig, ModelType},
 };
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -92,13 +92,66 @@ fn tokenizer_config(bpe: &TrainedBpe) -> Value {
     })
 }
 
-/// The network's shape for a vocabulary: two layers of width 192, about one million parameters.
-pub fn model_config(vocab_size: usize, eos_token_ids: Vec<u32>) -> ModelConfig {
-    let mut config = ModelConfig::qwen3(vocab_size, 192, 512, 2, 3, 3, 64);
-    config.rope.theta = 10_000.0;
-    config.max_position_embeddings = MAX_POSITIONS;
-    config.eos_token_ids = eos_token_ids;
-    config
+/// The network's shape for a vocabulary: two layers of width 192, one to two million parameters, by
+/// family. The mixtures of experts have eight experts of which a token uses two; the hybrids have a delta net
+/// in their first layer.
+pub fn model_config(
+    model_type: ModelType,
+    vocab_size: usize,
+    eos_token_ids: &[u32],
+) -> Result<ModelConfig, InitError> {
+    let architecture = match model_type {
+        ModelType::Llama => "LlamaForCausalLM",
+        ModelType::Qwen3 => "Qwen3ForCausalLM",
+        ModelType::Qwen3Moe => "Qwen3MoeForCausalLM",
+        ModelType::Qwen3Next => "Qwen3NextForCausalLM",
+        ModelType::Qwen3_5 => "Qwen3_5ForCausalLM",
+        ModelType::Qwen3_5Moe => "Qwen3_5MoeForCausalLM",
+    };
+    let text_only = match model_type {
+        ModelType::Qwen3_5 | ModelType::Qwen3_5Moe => "_text",
+        _ => "",
+    };
+    let mut config = json!({
+        "architectures": [architecture],
+        "model_type": format!("{}{text_only}", model_type.name()),
+        "vocab_size": vocab_size, "hidden_size": 192, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": false, "tie_word_embeddings": true,
+        "rope_theta": 10_000.0, "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.02,
+        "eos_token_id": eos_token_ids, "torch_dtype": "float32",
+    });
+    let more = match model_type {
+        ModelType::Llama | ModelType::Qwen3 => json!({}),
+        ModelType::Qwen3Moe => json!({"decoder_sparse_step": 1, "mlp_only_layers": []}),
+        ModelType::Qwen3Next | ModelType::Qwen3_5 | ModelType::Qwen3_5Moe => json!({
+            "layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+            "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+        }),
+    };
+    let experts = match model_type {
+        ModelType::Qwen3Moe => json!({"norm_topk_prob": true}),
+        ModelType::Qwen3Next => json!({"norm_topk_prob": true, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "shared_expert_intermediate_size": 128}),
+        ModelType::Qwen3_5Moe => json!({"shared_expert_intermediate_size": 128}),
+        _ => Value::Null,
+    };
+    let Value::Object(map) = &mut config else {
+        unreachable!("it is an object")
+    };
+    let sparse = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192});
+    for part in [
+        more,
+        experts.clone(),
+        if experts.is_null() { Value::Null } else { sparse },
+    ] {
+        if let Value::Object(part) = part {
+            map.extend(part);
+        }
+    }
+    Ok(ModelConfig::from_value(map.clone(), Path::new("config.json"))?)
 }
 
 fn write(path: &Path, data: &[u8]) -> Result<(), InitError> {

@@ -2,7 +2,7 @@
 //! with all singular values brought near one; on the small matrices here that costs little and reaches
 //! the copying behaviour in a fraction of Adam's steps. Embeddings and norms take Adam.
 
-use tch::{no_grad, Tensor};
+use tch::{no_grad, Kind, Tensor};
 
 const MUON_MOMENTUM: f64 = 0.95;
 const ADAM_BETAS: (f64, f64) = (0.9, 0.95);
@@ -26,7 +26,8 @@ impl Optimizer {
             .into_iter()
             .map(|(name, parameter)| {
                 let zeros = || parameter.zeros_like();
-                let rule = if name.contains(".layers.") && parameter.dim() == 2 {
+                let is_matrix = parameter.dim() == 2 || is_stack(&parameter);
+                let rule = if name.contains(".layers.") && is_matrix {
                     Rule::Muon { momentum: zeros() }
                 } else {
                     Rule::Adam {
@@ -56,7 +57,8 @@ impl Optimizer {
                         let _ = momentum.lerp_(&gradient, 1.0 - MUON_MOMENTUM);
                         let direction = orthogonalized(&gradient.lerp(momentum, MUON_MOMENTUM));
                         let size = parameter.size();
-                        let scale = (size[0] as f64 / size[1] as f64).max(1.0).sqrt();
+                        let (rows, columns) = (size[size.len() - 2], size[size.len() - 1]);
+                        let scale = (rows as f64 / columns as f64).max(1.0).sqrt();
                         let _ = parameter.g_sub_(&(direction * (muon_rate * scale)));
                     }
                     Rule::Adam { mean, square } => {
@@ -72,22 +74,31 @@ impl Optimizer {
     }
 }
 
-/// The matrix with its singular values brought near one, by five Newton-Schulz iterations with the
-/// coefficients of Jordan et al.
+/// The matrices of all experts; the weights of a convolution `[channels, 1, taps]` are none.
+fn is_stack(parameter: &Tensor) -> bool {
+    parameter.dim() == 3 && parameter.size()[1] > 1
+}
+
+/// The matrix, or each matrix of a stack, with its singular values brought near one, by five Newton-Schulz
+/// iterations with the coefficients of Jordan et al.
 fn orthogonalized(matrix: &Tensor) -> Tensor {
     let size = matrix.size();
-    let tall = size[0] > size[1];
-    let mut x = matrix / (matrix.norm() + 1e-7);
+    let tall = size[size.len() - 2] > size[size.len() - 1];
+    let norm = matrix
+        .square()
+        .sum_dim_intlist(&[-2i64, -1][..], true, None::<Kind>)
+        .sqrt();
+    let mut x = matrix / (norm + 1e-7);
     if tall {
-        x = x.tr();
+        x = x.transpose(-2, -1);
     }
     for _ in 0..5 {
-        let gram = x.matmul(&x.tr());
+        let gram = x.matmul(&x.transpose(-2, -1));
         let mix = &gram * -4.7750 + gram.matmul(&gram) * 2.0315;
         x = &x * 3.4445 + mix.matmul(&x);
     }
     if tall {
-        x.tr()
+        x.transpose(-2, -1)
     } else {
         x
     }

@@ -7,7 +7,12 @@ use super::{
     unseen::Unseen,
     Habits, InitError, InitProgress,
 };
-use crate::model::{chat_template::ChatTemplate, hf::save_folder, net::Policy, tokenizer::Tokenizer};
+use crate::model::{
+    chat_template::ChatTemplate,
+    hf::{save_folder, ModelType},
+    net::Policy,
+    tokenizer::Tokenizer,
+};
 use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -21,6 +26,8 @@ pub struct InitPolicyOptions {
     pub output: PathBuf,
     /// Task folders that no transcript may repeat, training and held-out ones alike.
     pub kept_out: Vec<PathBuf>,
+    /// Family of the network.
+    pub model_type: ModelType,
     /// Optimizer steps of 32 transcripts.
     pub steps: u32,
     /// Seed of weights and transcripts.
@@ -80,7 +87,7 @@ pub fn init_policy(
     write_tokenizer(folder, options.seed)?;
     let tokenizer = Tokenizer::from_dir(folder)?;
     let template = ChatTemplate::from_dir(folder)?;
-    let config = model_config(tokenizer.vocab_size(), tokenizer.stop_ids().to_vec());
+    let config = model_config(options.model_type, tokenizer.vocab_size(), tokenizer.stop_ids())?;
     let policy = Policy::random(config, options.seed as i64, Device::Cpu);
     let fit = Fit {
         policy: &policy,

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::model::{
     chat_template::ChatTemplate,
-    hf::ModelConfig,
+    hf::{ModelConfig, ModelType},
     net::Policy,
     tokenizer::Tokenizer,
     tool_calls::{Hermes, Step, ToolCallFormat},
@@ -169,6 +169,7 @@ fn options(output: std::path::PathBuf, steps: u32) -> InitPolicyOptions {
     InitPolicyOptions {
         output,
         kept_out: vec![],
+        model_type: ModelType::Qwen3,
         steps,
         seed: 1,
         threads: 1,

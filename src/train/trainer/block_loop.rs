@@ -11,6 +11,7 @@
 
 use super::{
     head::{self, HeadInput},
+    replay,
     samples::{Samples, TokenValues},
     BackwardMode, TrainerConfig,
 };
@@ -56,6 +57,16 @@ impl PackedBatch {
             targets: tensor(&targets),
             counts,
         }
+    }
+
+    /// Takes the experts of these sequences, the same as in [`PackedBatch::new`], from their records.
+    pub(super) fn replaying(mut self, samples: &Samples, indices: &[usize]) -> Self {
+        let device = self.ids.device();
+        self.layout = match replay::experts(samples, indices, device) {
+            Some(experts) => self.layout.with_replay(experts),
+            None => self.layout,
+        };
+        self
     }
 
     /// Rows `[N,H]` of the residual stream `[T,H]` that predict a sampled token.

@@ -1,6 +1,7 @@
 //! Settings of the trainer, resolved.
 
 use super::{AdamWConfig, TrainError};
+use crate::base::RoutingShape;
 use crate::train::algorithm::{
     AdvantageEstimator, ImportanceWeights, KlReward, LrSchedule, Objective, Rejection, TrajectoryFilter,
     ValueClip,
@@ -69,6 +70,8 @@ pub struct TrainerConfig {
     pub importance: Option<ImportanceWeights>,
     /// Which tokens are too far from the sampling policy; `None` keeps all.
     pub rejection: Option<Rejection>,
+    /// Take the experts of every token from the rollout (`ENABLE_R3`); `None` lets the router choose.
+    pub replay: Option<RoutingShape>,
     /// Optimizer.
     pub optimizer: AdamWConfig,
     /// Learning rate by step.

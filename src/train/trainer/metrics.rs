@@ -6,7 +6,7 @@
 //! whose value is not defined (a correlation of constants, a mean over nothing) are left out; the counts
 //! beside them say why.
 
-use super::{critic::CriticUpdate, samples::Samples, StageTimer, Trainer, TrainerConfig};
+use super::{critic::CriticUpdate, replay, samples::Samples, StageTimer, Trainer, TrainerConfig};
 use crate::{
     base::PolicyVersion,
     train::{
@@ -56,6 +56,7 @@ impl MetricsBuilder {
         };
         builder.add_trials(batch, samples);
         builder.add_lengths(samples, config);
+        builder.add_replay(samples, config);
         builder
     }
 
@@ -142,6 +143,15 @@ impl MetricsBuilder {
         self.put("perf/sampled_tokens", sampled as f64);
         let tokens: usize = sequences.iter().map(|s| s.ids.len()).sum();
         self.put("perf/total_num_tokens", tokens as f64);
+    }
+
+    /// How much of the routing is replayed, and the tokens whose experts are chosen freely.
+    fn add_replay(&mut self, samples: &Samples, config: &TrainerConfig) {
+        let (recorded, all) = replay::coverage(samples);
+        if config.replay.is_some() && all > 0 {
+            self.put("training/r3_coverage", recorded as f64 / all as f64);
+            self.put("training/r3_free_tokens", (all - recorded) as f64);
+        }
     }
 
     /// Rewards after penalties, groups that offer no comparison, advantages, and what the critic predicts

@@ -24,6 +24,10 @@
 //! The correction for another sampling policy and the penalty in the reward need the old log-probabilities
 //! before the loss; with them the recomputation is always made.
 //!
+//! *Routing replay (R3).* Where the rollout recorded experts, every pass of the policy takes them instead of
+//! choosing ([`crate::model::net`], router); tokens without a record choose freely and are counted. The reference
+//! and the critic are other networks, whose own routers choose.
+//!
 //! *Sequences that cannot move anything* (advantage exactly 0, no KL term, no entropy bonus) get their
 //! forward pass for the metrics and no backward pass; their gradient is zero.
 //!
@@ -37,6 +41,7 @@ mod head;
 mod metrics;
 mod optimizer;
 mod packing;
+mod replay;
 mod samples;
 mod state;
 
@@ -234,7 +239,8 @@ impl Trainer {
         let network = Network::new(&self.policy, &self.config);
         let all: Vec<usize> = (0..samples.sequences.len()).collect();
         for micro_batch in pack(&samples.lengths(&all), self.config.max_token_len_per_gpu) {
-            let packed = PackedBatch::new(samples, &micro_batch, self.policy.device());
+            let packed = PackedBatch::new(samples, &micro_batch, self.policy.device())
+                .replaying(samples, &micro_batch);
             let values = network.forward(&packed, false).values;
             for (&index, value) in micro_batch.iter().zip(packed.split(values)) {
                 samples.sequences[index].training_logprobs = Some(value.logprobs);
@@ -287,7 +293,8 @@ impl Trainer {
                 .collect();
             for micro_batch in pack(&lengths, self.config.max_token_len_per_gpu) {
                 let indices: Vec<usize> = micro_batch.iter().map(|&place| mini_batch[place]).collect();
-                let packed = PackedBatch::new(samples, &indices, self.policy.device());
+                let packed =
+                    PackedBatch::new(samples, &indices, self.policy.device()).replaying(samples, &indices);
 
                 let begin = Instant::now();
                 let mut kept = network.forward(&packed, learns);

@@ -1,8 +1,8 @@
 //! From trajectories to sequences with advantages.
 
-use super::{TrainError, TrainerConfig};
+use super::{replay, TrainError, TrainerConfig};
 use crate::{
-    base::{TokenSequence, TrialKey},
+    base::{SequenceRouting, TokenSequence, TrialKey},
     train::{
         algorithm::{
             advantage::{SequenceReward, TrialReward},
@@ -50,6 +50,8 @@ pub(super) struct Sample {
     pub importance: Vec<f64>,
     /// False for sampled tokens that are rejected from the policy loss; empty without rejection.
     pub keep: Vec<bool>,
+    /// Experts of the tokens, where they are replayed; in memory or mapped.
+    pub routing: Option<SequenceRouting>,
     /// Share of the trial.
     pub weight: f64,
     /// Tokens before the first sampled one.
@@ -124,7 +126,14 @@ impl Samples {
                     check(sequence, vocab_size, trajectory.key, index)?;
                     if sequence.sampled() > 0 {
                         let mini_batch = place / config.mini_batch_groups;
-                        sequences.push(sample(sequence, mini_batch));
+                        let bad = |problem| TrainError::Sequence {
+                            trial: trajectory.key,
+                            sequence: index,
+                            problem,
+                        };
+                        let mut sample = sample(sequence, mini_batch);
+                        sample.routing = replay::rows(sequence, config.replay).map_err(bad)?;
+                        sequences.push(sample);
                     }
                 }
                 trials.push(SampledTrial {
@@ -287,6 +296,7 @@ fn sample(sequence: &TokenSequence, mini_batch: usize) -> Sample {
         returns: Vec::new(),
         importance: Vec::new(),
         keep: Vec::new(),
+        routing: None,
         weight: f64::from(sequence.weight),
         prompt_len: sequence.prompt_len as usize,
         mini_batch,

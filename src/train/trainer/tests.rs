@@ -20,6 +20,7 @@ use rand_chacha::ChaCha8Rng;
 use tch::{no_grad, Device, Kind, Tensor};
 
 mod algorithms;
+mod replay;
 
 const VOCAB: usize = 29;
 
@@ -61,6 +62,7 @@ fn config() -> TrainerConfig {
         bypass_old_logprobs: false,
         importance: None,
         rejection: None,
+        replay: None,
         optimizer: AdamWConfig::default(),
         lr: LrSchedule::constant(1e-3),
         max_grad_norm: 1.0,

@@ -102,6 +102,9 @@ impl Launch {
             let socket = PROXY_SOCKET_PATH.trim_start_matches('/');
             limits.setup.carried.push(socket.to_string());
         }
+        if root.overlay {
+            limits.setup.mounts = root.mounts.clone();
+        }
 
         let mut command = Command::new(bwrap);
         command

@@ -23,6 +23,7 @@ mod channel;
 pub mod helper;
 mod instance;
 mod limits;
+mod mounts;
 mod root;
 mod running;
 mod spawner;
@@ -142,11 +143,12 @@ impl ProcessBackend {
         let helper = helper::resolve(self.config.helper.as_deref())?;
         let bwrap = bwrap::find()?;
         let (instance, limiter) = (self.instance().await?, self.limiter().await?);
-        let (spec, maker) = (spec.clone(), instance.clone());
+        let (mut spec, maker) = (spec.clone(), instance.clone());
         let launch = blocking("making the sandbox folder", move || {
             root::check_hidden(&spec, maker.path())?;
+            mounts::resolve(&mut spec, maker.path())?;
             let folder = maker.sandbox(&spec)?;
-            let root = base.root(&folder)?;
+            let root = base.root(&folder, &spec.mounts)?;
             let limits = limiter.limit(&spec, &folder)?;
             bwrap::Launch::new(bwrap, helper, spec, folder, root, limits)
         })

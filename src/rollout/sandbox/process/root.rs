@@ -15,7 +15,7 @@
 //! Invariant: no home folder, task, run folder or other mount of the machine is visible.
 
 use super::instance::{Folder, Instance};
-use crate::rollout::sandbox::{SandboxError, SandboxSpec};
+use crate::rollout::sandbox::{ReadOnlyMount, SandboxError, SandboxSpec};
 use legorl_agent::protocol::{HELPER_PATH, PROXY_SOCKET_PATH};
 use std::fs;
 use std::os::unix::fs::{symlink, DirBuilderExt, PermissionsExt};
@@ -109,6 +109,9 @@ pub struct Root {
     pub overlay: bool,
     /// What it takes along from the first root.
     pub carried: Vec<String>,
+    /// Mounts of the specification: place in the first root, place in the sandbox. Without an overlay both
+    /// are the same.
+    pub mounts: Vec<(String, String)>,
 }
 
 impl Base {
@@ -145,11 +148,22 @@ impl Base {
     }
 
     /// Makes the private part of a sandbox.
-    pub fn root(&self, folder: &Folder) -> Result<Root, SandboxError> {
-        match self.layout {
+    pub fn root(&self, folder: &Folder, mounts: &[ReadOnlyMount]) -> Result<Root, SandboxError> {
+        let mut root = match self.layout {
             Layout::Overlay => self.overlay_root(folder),
             Layout::Folders { .. } => self.folder_root(folder),
+        }?;
+        for (number, mount) in mounts.iter().enumerate() {
+            // The first root of an overlay is shared and cannot get new places; the layer is private.
+            let place = if root.overlay {
+                format!("/layer/mounts/{number}")
+            } else {
+                mount.inside.clone()
+            };
+            root.binds.push((mount.host.clone(), place.clone(), false));
+            root.mounts.push((place, mount.inside.clone()));
         }
+        Ok(root)
     }
 
     /// Every place that bubblewrap covers must be there, since the first root is not written.
@@ -201,6 +215,7 @@ impl Base {
             binds,
             overlay: true,
             carried,
+            mounts: Vec::new(),
         })
     }
 
@@ -228,6 +243,7 @@ impl Base {
             binds,
             overlay: false,
             carried: Vec::new(),
+            mounts: Vec::new(),
         })
     }
 

@@ -161,6 +161,8 @@ async fn run_in(
         },
         timeout: Duration::from_secs(60),
         max_turns: 5,
+        context_tokens: 4096,
+        max_tokens_per_turn: 512,
         log_dir: dir.path().to_path_buf(),
     };
     change(&mut request);

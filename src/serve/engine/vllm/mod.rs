@@ -6,6 +6,8 @@
 //!
 //! * vLLM reports log-probs before the temperature unless it was started with
 //!   `--logprobs-mode processed_logprobs`: start it so if TEMPERATURE is not 1.
+//! * A prompt that fills the backend's `max_model_len`, or that it refuses as too long, is
+//!   [`EngineError::ContextOverflow`]: agents start to compact at it.
 //! * Only plain HTTP: the backend stands on the same machine or network.
 //! * The weights are the backend's own: the version of every token is 0, and updates are refused.
 
@@ -133,6 +135,8 @@ impl Address {
 struct Shared {
     address: Address,
     model: String,
+    /// Tokens of prompt and reply, if the backend tells.
+    max_model_len: Option<u32>,
     generated: AtomicU64,
     prefilled: AtomicU64,
     running: Mutex<HashMap<RequestId, (Arc<Notify>, u64)>>,
@@ -166,11 +170,15 @@ impl VllmEngine {
             }
             let list: Value = serde_json::from_slice(&body.to_bytes())
                 .map_err(|error| format!("answers /v1/models with something else than JSON: {error}"))?;
-            let id = list["data"][0]["id"].as_str();
-            id.map(str::to_owned)
-                .ok_or_else(|| "serves no model: the list of /v1/models is empty".to_owned())
+            let model = &list["data"][0];
+            let id = model["id"].as_str();
+            let id = id.ok_or_else(|| "serves no model: the list of /v1/models is empty".to_owned())?;
+            let max_model_len = model["max_model_len"]
+                .as_u64()
+                .and_then(|n| u32::try_from(n).ok());
+            Ok((id.to_owned(), max_model_len))
         };
-        let model = timeout(CONNECT_DEADLINE * 2, ask)
+        let (model, max_model_len) = timeout(CONNECT_DEADLINE * 2, ask)
             .await
             .map_err(|_| failed("does not answer /v1/models in time".into()))?
             .map_err(failed)?;
@@ -178,6 +186,7 @@ impl VllmEngine {
             shared: Arc::new(Shared {
                 address,
                 model,
+                max_model_len,
                 generated: AtomicU64::new(0),
                 prefilled: AtomicU64::new(0),
                 running: Mutex::default(),
@@ -194,9 +203,12 @@ impl VllmEngine {
 impl Shared {
     fn body(&self, request: &GenerateRequest) -> Value {
         let sampling = &request.sampling;
+        let room = self
+            .max_model_len
+            .map_or(u32::MAX, |most| most.saturating_sub(request.prompt.len() as u32));
         json!({
             "model": self.model, "prompt": request.prompt[..], "stream": true, "return_token_ids": true,
-            "logprobs": 0, "max_tokens": request.max_new_tokens, "temperature": sampling.temperature,
+            "logprobs": 0, "max_tokens": request.max_new_tokens.min(room), "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": if sampling.top_k == 0 { -1 } else { i64::from(sampling.top_k) },
             // The backend takes a signed number.
             "seed": sampling.seed >> 1, "stop_token_ids": request.stop_token_ids,
@@ -211,6 +223,14 @@ impl Shared {
         events: &UnboundedSender<EngineEvent>,
     ) -> Result<FinishReason, EngineError> {
         let lost = |problem: String| EngineError::ReplicaLost(format!("the backend {problem}"));
+        let prompt_tokens = request.prompt.len() as u32;
+        let overflow = |max_model_len| EngineError::ContextOverflow {
+            prompt_tokens,
+            max_model_len,
+        };
+        if let Some(most) = self.max_model_len.filter(|most| prompt_tokens >= *most) {
+            return Err(overflow(most));
+        }
         let body = self.body(request);
         let response = self.address.send(Method::POST, "/v1/completions", Some(&body));
         let response = timeout(SILENCE_DEADLINE, response)
@@ -223,11 +243,15 @@ impl Shared {
             let text = body.collect().await.map(|b| b.to_bytes()).unwrap_or_default();
             let text = String::from_utf8_lossy(&text);
             let text: String = text.chars().take(500).collect();
-            return Err(if status.as_u16() >= 502 {
-                lost(format!("answers with status {status}: {text}"))
-            } else {
-                EngineError::Internal(format!("the backend answers with status {status}: {text}"))
-            });
+            return Err(
+                if status.as_u16() == 400 && text.contains("maximum context length") {
+                    overflow(self.max_model_len.unwrap_or(prompt_tokens))
+                } else if status.as_u16() >= 502 {
+                    lost(format!("answers with status {status}: {text}"))
+                } else {
+                    EngineError::Internal(format!("the backend answers with status {status}: {text}"))
+                },
+            );
         }
         let mut stream = Events::default();
         let mut reason = None;

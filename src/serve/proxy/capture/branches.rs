@@ -3,16 +3,21 @@
 //! One branch per leaf: its path from the root, prompt and sampled tokens in order. The kind is that of
 //! the place where the branch began:
 //!
+//! * a **request for a summary** is [`BranchKind::Summary`], whatever it continues: see below;
 //! * a conversation of its own: [`BranchKind::Main`] is the first one with tools (the first one at all if
 //!   none has tools). Another one is [`BranchKind::Side`] without tools beside conversations with tools,
 //!   [`BranchKind::SubAgent`] if the agent said so, [`BranchKind::Compaction`] if it begins like the main
-//!   one (same tools and system prompt; without tools, the same first message), and otherwise
-//!   [`BranchKind::SubAgent`], or [`BranchKind::Side`] where no conversation has tools;
+//!   one (same tools and system prompt; without tools, the same first message) or with a summary of it, and
+//!   otherwise [`BranchKind::SubAgent`], or [`BranchKind::Side`] where no conversation has tools;
 //! * a fork of another branch: [`BranchKind::Retry`] if the same messages were asked with other options,
 //!   else [`BranchKind::Rewritten`]. Forks of a side conversation are side conversations.
 //!
 //! Kinds are decided when the session is over, since a title request may come before the main
-//! conversation.
+//! conversation, and since a request for a summary shows what it was only by what comes after it: agents
+//! ask for it with the prefix and the tools of the conversation that grew too long, as one more turn of it.
+//! A finished turn asked for a summary if nothing continues it, it calls no tool, and a later conversation or fork
+//! begins with its text in a message of the user or the system ([`repeats`]). It then is a branch of its own
+//! beside the conversation that it sums up, which ends with the turn before.
 //!
 //! A sampled token is counted in the first trainable leaf (in order of creation) whose path holds it, and
 //! is context in the others. A leaf's weight is its share of the session's counted tokens: no token counts
@@ -20,12 +25,139 @@
 
 use super::{Canonical, NodeId, Root, Stored, Tree};
 use crate::base::{BranchKind, CapturedBranch, TokenSequence};
-use serde_json::json;
+use serde_json::{json, Value};
+
+/// A shorter text may stand in a later prompt by chance.
+const MIN_SUMMARY_BYTES: usize = 32;
+
+/// A finished tree: which turn asked for a summary, and which turns a branch ends with.
+struct View<'t> {
+    tree: &'t Tree,
+    /// By turn: the turn that began with its reply.
+    resumed_by: Vec<Option<NodeId>>,
+    leaves: Vec<NodeId>,
+}
+
+impl<'t> View<'t> {
+    fn new(tree: &'t Tree) -> Self {
+        let resumed_by = resumptions(tree);
+        let extends = |id: &NodeId| tree.nodes[*id].reply.is_some() && resumed_by[*id].is_none();
+        let leaves = (0..tree.nodes.len())
+            .filter(|id| tree.nodes[*id].reply.is_some() && !tree.nodes[*id].removed)
+            .filter(|id| !tree.nodes[*id].children.iter().any(extends))
+            .collect();
+        Self {
+            tree,
+            resumed_by,
+            leaves,
+        }
+    }
+
+    fn is_summary(&self, node: NodeId) -> bool {
+        self.resumed_by[node].is_some()
+    }
+
+    /// The conversation begins with a summary of the one that begins with `other`.
+    fn resumes(&self, root: NodeId, other: NodeId) -> bool {
+        let summaries = self.resumed_by.iter().enumerate();
+        summaries
+            .filter(|(_, by)| **by == Some(root))
+            .any(|(summary, _)| self.tree.path(summary)[0] == other)
+    }
+
+    /// The first turn of a leaf's branch.
+    fn start(&self, leaf: NodeId) -> NodeId {
+        let nodes = &self.tree.nodes;
+        let mut at = leaf;
+        while let Some(parent) = nodes[at]
+            .parent
+            .filter(|id| nodes[*id].branch == nodes[leaf].branch)
+        {
+            if self.is_summary(at) {
+                break;
+            }
+            at = parent;
+        }
+        at
+    }
+}
+
+/// For every turn, the turn with which a later conversation or fork began that repeats its reply.
+fn resumptions(tree: &Tree) -> Vec<Option<NodeId>> {
+    let mut out = vec![None; tree.nodes.len()];
+    let begins = |id: &NodeId| {
+        let node = &tree.nodes[*id];
+        !node.removed
+            && node
+                .parent
+                .is_none_or(|parent| tree.nodes[parent].branch != node.branch)
+    };
+    let summaries: Vec<(NodeId, String)> = (0..tree.nodes.len())
+        .filter_map(|id| Some((id, summary_text(tree, id)?)))
+        .collect();
+    for start in (0..tree.nodes.len()).filter(begins) {
+        let earlier = || summaries.iter().filter(|(id, _)| *id < start);
+        if earlier().next().is_none() {
+            continue;
+        }
+        let given: Vec<String> = tree.nodes[start]
+            .delta
+            .iter()
+            .flat_map(Stored::messages)
+            .filter(|message| message["role"] == "user" || message["role"] == "system")
+            .filter_map(|message| Canonical::of(&message).ok())
+            .map(|message| one_line(message.content()))
+            .collect();
+        for (id, summary) in earlier() {
+            if out[*id].is_none() && given.iter().any(|text| repeats(text, summary)) {
+                out[*id] = Some(start);
+            }
+        }
+    }
+    out
+}
+
+/// The reply of a turn that may have asked for a summary.
+fn summary_text(tree: &Tree, id: NodeId) -> Option<String> {
+    let node = &tree.nodes[id];
+    if node.removed || !node.children.is_empty() {
+        return None;
+    }
+    let message = &node.reply.as_ref()?.message;
+    let calls = message["tool_calls"]
+        .as_array()
+        .is_some_and(|calls| !calls.is_empty());
+    let text = message["content"]
+        .as_str()
+        .filter(|text| !calls && text.len() >= MIN_SUMMARY_BYTES)?;
+    Some(text.to_owned())
+}
+
+/// Does a message begin a conversation with this summary? Agents leave out thoughts that stand beside it and
+/// set it between words of their own, so a `<summary>` element counts alone where there is one, and half of
+/// it (line by line, without regard to white space) must be there.
+pub(super) fn repeats(message: &str, summary: &str) -> bool {
+    let inner = summary
+        .split_once("<summary>")
+        .map(|(_, rest)| rest.split("</summary>").next());
+    let summary = inner.flatten().unwrap_or(summary);
+    let (mut all, mut found) = (0, 0);
+    for line in summary.lines().map(one_line).filter(|line| !line.is_empty()) {
+        all += line.len();
+        found += if message.contains(&line) { line.len() } else { 0 };
+    }
+    found >= MIN_SUMMARY_BYTES && found * 2 >= all
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
 
 /// Every branch of the tree; see the module documentation. Turns that did not finish are left out.
 pub fn branches(tree: &Tree, train: &[BranchKind]) -> Vec<CapturedBranch> {
-    let leaves = tree.leaves();
-    let kinds: Vec<BranchKind> = leaves.iter().map(|leaf| kind(tree, *leaf)).collect();
+    let view = View::new(tree);
+    let leaves = &view.leaves;
+    let kinds: Vec<BranchKind> = leaves.iter().map(|leaf| kind(&view, *leaf)).collect();
     let trainable = |index: usize| train.contains(&kinds[index]);
     // Tokens are counted in trainable branches first.
     let mut order: Vec<usize> = (0..leaves.len()).collect();
@@ -50,7 +182,7 @@ pub fn branches(tree: &Tree, train: &[BranchKind]) -> Vec<CapturedBranch> {
         out.push(CapturedBranch {
             kind: kinds[index],
             trainable: trained,
-            parent: parent(tree, &leaves, index),
+            parent: parent(&view, index),
             turns: path.len() as u32,
             tokens,
             messages: messages(tree, &path),
@@ -65,23 +197,14 @@ pub fn trainable(branches: &[CapturedBranch]) -> Vec<TokenSequence> {
     trained.map(|branch| branch.tokens.clone()).collect()
 }
 
-/// The first turn of a leaf's branch.
-fn start(tree: &Tree, leaf: NodeId) -> NodeId {
-    let branch = tree.nodes[leaf].branch;
-    let mut at = leaf;
-    while let Some(parent) = tree.nodes[at]
-        .parent
-        .filter(|id| tree.nodes[*id].branch == branch)
-    {
-        at = parent;
+fn kind(view: &View<'_>, leaf: NodeId) -> BranchKind {
+    if view.is_summary(leaf) {
+        return BranchKind::Summary;
     }
-    at
-}
-
-fn kind(tree: &Tree, leaf: NodeId) -> BranchKind {
-    let first = start(tree, leaf);
+    let tree = view.tree;
+    let first = view.start(leaf);
     let root = tree.path(leaf)[0];
-    let of_root = root_kind(tree, root);
+    let of_root = root_kind(view, root);
     let Some(parent) = tree.nodes[first].parent else {
         return of_root;
     };
@@ -100,7 +223,8 @@ fn kind(tree: &Tree, leaf: NodeId) -> BranchKind {
     }
 }
 
-fn root_kind(tree: &Tree, node: NodeId) -> BranchKind {
+fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
+    let tree = view.tree;
     let with_tools = tree.roots.iter().any(|root| root.tools.is_some());
     let eligible = |root: &&Root| !with_tools || root.tools.is_some();
     let main = tree.roots.iter().filter(eligible).find(|root| !root.sub_agent);
@@ -132,6 +256,7 @@ fn root_kind(tree: &Tree, node: NodeId) -> BranchKind {
             BranchKind::Retry
         }
         (true, _) => BranchKind::Compaction,
+        _ if view.resumes(node, main.node) => BranchKind::Compaction,
         (false, true) => BranchKind::SubAgent,
         (false, false) => BranchKind::Side,
     }
@@ -160,13 +285,14 @@ fn begins_alike(tree: &Tree, a: NodeId, b: NodeId, with_tools: bool) -> bool {
 }
 
 /// The earliest branch that holds the turn from which a branch forks.
-fn parent(tree: &Tree, leaves: &[NodeId], index: usize) -> Option<usize> {
-    let fork = tree.nodes[start(tree, leaves[index])].parent?;
+fn parent(view: &View<'_>, index: usize) -> Option<usize> {
+    let (tree, leaves) = (view.tree, &view.leaves);
+    let fork = tree.nodes[view.start(leaves[index])].parent?;
     let holds = |other: &usize| *other != index && tree.path(leaves[*other]).contains(&fork);
     (0..leaves.len()).find(holds)
 }
 
-fn messages(tree: &Tree, path: &[NodeId]) -> Vec<serde_json::Value> {
+fn messages(tree: &Tree, path: &[NodeId]) -> Vec<Value> {
     let mut out = Vec::new();
     for id in path {
         out.extend(tree.nodes[*id].delta.iter().flat_map(Stored::messages));
@@ -202,5 +328,6 @@ fn sequence(tree: &Tree, leaf: NodeId, counted: &mut [bool]) -> TokenSequence {
         }
     }
     s.prompt_len = prompt_len.unwrap_or(s.token_ids.len()) as u32;
+    s.routing = tree.routing_of(leaf);
     s
 }

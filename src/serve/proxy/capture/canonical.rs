@@ -54,6 +54,11 @@ impl Canonical {
         })
     }
 
+    /// Its text; an assistant's has no white space.
+    pub fn content(&self) -> &str {
+        &self.content
+    }
+
     /// The same message; ids of tool calls count where both have one.
     pub fn same(&self, other: &Self) -> bool {
         let ids_agree = |a: &Option<String>, b: &Option<String>| match (a, b) {

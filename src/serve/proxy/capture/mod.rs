@@ -24,6 +24,8 @@ mod branches;
 mod canonical;
 mod known;
 mod renderer;
+mod routing;
+mod surrogates;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -32,8 +34,10 @@ pub use branches::{branches, trainable};
 pub use canonical::Canonical;
 pub use known::KnownMessages;
 pub use renderer::{RenderError, Renderer};
+pub use surrogates::parse_json;
 pub use wire::{is_reply_item, Form, Item};
 
+use super::routing::{RoutingFile, TurnRows};
 use crate::{base::SampledToken, model::chat_template::MessageError};
 use serde_json::Value;
 use std::sync::Arc;
@@ -101,6 +105,8 @@ pub struct Node {
     sampled: Arc<[SampledToken]>,
     /// The reply as the agent received it; `None` while it is generated.
     reply: Option<Reply>,
+    /// Its rows of routing, where they are recorded.
+    rows: Option<TurnRows>,
     /// What else its request asked for.
     options: u64,
     removed: bool,
@@ -172,10 +178,12 @@ pub struct Tree {
     nodes: Vec<Node>,
     roots: Vec<Root>,
     branches: u32,
+    /// Where rows of routing go, if they are recorded.
+    routing: Option<Arc<RoutingFile>>,
 }
 
 fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
-    serde_json::from_slice(raw).map_err(|error| CaptureError::Json(error.to_string()))
+    parse_json(raw).map_err(|error| CaptureError::Json(error.to_string()))
 }
 
 impl Tree {
@@ -284,6 +292,7 @@ impl Tree {
             delta_tokens: tokens.into(),
             sampled: Arc::new([]),
             reply: None,
+            rows: None,
             options: asked.options,
             removed: false,
         });
@@ -378,14 +387,5 @@ impl Tree {
         }
         path.reverse();
         path
-    }
-
-    /// Finished turns that no finished turn extends, in order of creation.
-    fn leaves(&self) -> Vec<NodeId> {
-        let finished = |id: &NodeId| self.nodes[*id].reply.is_some();
-        (0..self.nodes.len())
-            .filter(|id| finished(id) && !self.nodes[*id].removed)
-            .filter(|id| !self.nodes[*id].children.iter().any(finished))
-            .collect()
     }
 }

@@ -295,6 +295,94 @@ fn kinds_of_conversations_beside_the_main_one() {
     assert_eq!((only.len(), only[0].weight), (1, 1.0));
 }
 
+/// What agents do when the window is full: the conversation so far with one more wish, same tools.
+#[test]
+fn a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_reply() {
+    use BranchKind::*;
+    let system = |text: &str| json!({"role": "system", "content": text});
+    let summary = "<analysis>\nlong thoughts that are left out of what follows, all of them\n</analysis>\n\
+                   <summary>\n1. The user wants number 7 fixed.\n   2. src/a.rs was read.\n</summary>";
+    let resumed = "This goes on from an earlier conversation.\nSummary:\n1. The user wants number 7 fixed.\n2. src/a.rs was read.\nGo on.";
+    let mut s = Session::new(tools());
+    let mut messages = vec![system("rules"), user("fix number 7")];
+    s.turn(&messages, &assistant("I read it."), "I read it.<|im_end|>");
+    messages.extend([assistant("I read it."), user("output")]);
+    s.turn(&messages, &assistant("I fix it."), "I fix it.<|im_end|>");
+    messages.extend([assistant("I fix it."), user("more output\nSum up what was done.")]);
+    s.turn(&messages, &assistant(summary), "sum<|im_end|>");
+    // As long as nothing begins with it, it is a turn like others.
+    assert_eq!(kinds(&s), [(Main, true, None)]);
+    // The system prompt has a new date.
+    s.turn(
+        &[system("rules of today"), user(resumed)],
+        &assistant("done"),
+        "done<|im_end|>",
+    );
+    assert_eq!(
+        kinds(&s),
+        [
+            (Main, true, None),
+            (Summary, false, Some(0)),
+            (Compaction, true, None)
+        ]
+    );
+    let all = trainable(&branches(&s.tree, &[Main, Summary, Compaction]));
+    let branches = s.branches();
+    assert_eq!(
+        branches[0].turns, 2,
+        "the main conversation ends before the request"
+    );
+    assert_eq!((branches[1].turns, branches[1].tokens.weight), (3, 0.0));
+    let tokens = &branches[1].tokens;
+    let sampled = tokens
+        .token_ids
+        .iter()
+        .zip(&tokens.loss_mask)
+        .filter(|(_, mask)| **mask);
+    let sampled: Vec<u32> = sampled.map(|(id, _)| *id).collect();
+    assert_eq!(s.text(&sampled), "sum<|im_end|>");
+    // Trained, it counts its own tokens and no others.
+    let counted: Vec<usize> = all.iter().map(TokenSequence::sampled).collect();
+    assert_eq!(counted[1], branches[1].tokens.sampled());
+    assert_eq!(all.iter().map(|q| q.weight).sum::<f32>(), 1.0);
+}
+
+#[test]
+fn what_only_looks_like_a_summary_is_none() {
+    use BranchKind::*;
+    let report = "The bug is in line 7 of src/a.rs, where the index is off by one.";
+    let call = |id: &str| {
+        json!({"role": "assistant", "content": "", "tool_calls": [{"id": id, "type": "function",
+               "function": {"name": "run", "arguments": "{}"}}]})
+    };
+    let mut s = Session::new(tools());
+    let main = vec![user("fix it")];
+    s.turn(&main, &call("c1"), "call<|im_end|>");
+    // A sub-agent's report comes back as a tool's result, also in a rewritten history.
+    s.tools =
+        Some(json!([{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]));
+    s.turn(&[user("find it")], &assistant(report), "report<|im_end|>");
+    s.tools = tools();
+    let result = |text: &str| json!({"role": "tool", "tool_call_id": "c1", "content": text});
+    for text in [report.to_owned(), format!("{report}\nexit 0")] {
+        let mut messages = main.clone();
+        messages.extend([call("c1"), result(&text)]);
+        s.turn(&messages, &assistant("ok"), "ok<|im_end|>");
+    }
+    assert_eq!(
+        kinds(&s),
+        [
+            (SubAgent, true, None),
+            (Main, true, None),
+            (Rewritten, true, Some(1))
+        ]
+    );
+    use crate::serve::proxy::capture::branches::repeats;
+    // A short title may be repeated by chance.
+    assert!(!repeats("Fix it", "Fix it") && repeats(report, report));
+    assert!(!repeats(&report[..31], report), "less than half of it");
+}
+
 #[test]
 fn a_shared_prefix_is_counted_in_a_branch_that_is_trained() {
     let mut s = Session::new(None);

@@ -285,7 +285,7 @@ pub fn is_reply_item(raw: &[u8]) -> bool {
         kind: Option<String>,
         role: Option<String>,
     }
-    match serde_json::from_slice::<Head>(raw) {
+    match super::parse_json::<Head>(raw) {
         Ok(head) => match head.kind.as_deref() {
             Some("function_call" | "reasoning") => true,
             Some("message") | None => head.role.as_deref() == Some("assistant"),

@@ -1,6 +1,9 @@
 //! The proxy over real sockets, with a scripted engine behind it.
 
 mod admin;
+mod bad_input;
+mod defects;
+mod fuzz;
 mod messages;
 mod responses;
 

@@ -190,13 +190,13 @@ fn foreign_and_newer_files_are_refused() {
     let (_dir, config, path, _) = stored();
     let whole = fs::read(&path).expect("readable");
     let mut newer = whole.clone();
-    newer[8] = 2;
+    newer[8] = 3;
     fs::write(&path, newer).expect("writable");
     let error = Buffer::open(config.clone(), None).expect_err("newer");
     assert!(
         error
             .to_string()
-            .contains("format version 2, and this program reads version 1"),
+            .contains("format version 3, and this program reads versions 1 to 2"),
         "{error}"
     );
     fs::write(&path, b"something else, longer than a header").expect("writable");
@@ -209,6 +209,32 @@ fn foreign_and_newer_files_are_refused() {
         Buffer::open(config, None),
         Err(BufferError::Format { .. })
     ));
+}
+
+/// Version 1 differs from 2 by the rows of routing, which it never has.
+#[test]
+fn a_shard_of_version_1_is_read_and_not_continued() {
+    let (_dir, config, path, records) = stored();
+    let mut old = fs::read(&path).expect("readable");
+    old[8] = 1;
+    let crc = crc32fast::hash(&old[..28]);
+    old[28..32].copy_from_slice(&crc.to_le_bytes());
+    old.extend_from_slice(&[7; 30]); // a torn tail
+    fs::write(&path, &old).expect("writable");
+    let buffer = open(&config, None);
+    assert_eq!(run_all(&*buffer), [], "all of its trials are there");
+    buffer.next_batch(1, soon()).expect("complete");
+    buffer.step_done(PolicyVersion(1)).expect("in order");
+    let trial = run_all(&*buffer)[0];
+    buffer.submit(finished(trial.key, 1)).expect("stored");
+    drop(buffer);
+    let in_shard = |number, last| {
+        let scan = shard::scan(&config.dir, number, last, |_| true).expect("whole");
+        assert_eq!((scan.damage.len(), scan.torn_bytes), (0, 0));
+        scan.records.len()
+    };
+    assert_eq!((in_shard(1, false), in_shard(2, true)), (records.len(), 1));
+    assert_eq!(fs::read(&path).expect("readable"), old[..old.len() - 30]);
 }
 
 #[test]

@@ -65,6 +65,7 @@ fn trajectory(key: TrialKey, version: u32, tokens: usize) -> Trajectory {
             .collect(),
         prompt_len: 2,
         weight: 1.0,
+        routing: None,
     };
     Trajectory {
         key,

@@ -1,9 +1,12 @@
 //! Records: what goes in comes out, bit by bit, and damage is seen.
 
-use super::super::record::{decode, encode, set_durable_before, RecordHeader, HEADER_BYTES};
+use super::super::record::{decode, encode, set_durable_before, BodyStore, RecordHeader, HEADER_BYTES};
 use super::{dropped, finished, key, trajectory};
-use crate::base::{StopReason, TokenSequence, TrialEnd};
+use crate::base::{
+    RoutingRun, RoutingShape, RoutingStore, SequenceRouting, StopReason, TokenSequence, TrialEnd,
+};
 use proptest::prelude::*;
+use std::sync::Arc;
 
 fn round_trip(end: &TrialEnd) -> TrialEnd {
     let bytes = encode(end, 7).expect("it can be stored");
@@ -14,22 +17,50 @@ fn round_trip(end: &TrialEnd) -> TrialEnd {
     assert_eq!(header.key(), end.key());
     let body = &bytes[HEADER_BYTES..HEADER_BYTES + header.body_len as usize];
     assert_eq!(crc32fast::hash(body), header.body_crc);
-    decode(&header, body).expect("the body is readable")
+    let place = BodyStore {
+        store: Arc::new(bytes.clone()),
+        at: HEADER_BYTES as u64,
+    };
+    decode(&header, body, &place).expect("the body is readable")
+}
+
+/// Rows for about half of `tokens`, in two runs with a gap before and between them.
+fn routing(tokens: u32, salt: u16, num_experts: u32) -> SequenceRouting {
+    let shape = RoutingShape {
+        num_experts,
+        layers: 3,
+        top_k: 2,
+    };
+    let experts: Vec<u16> = (0..tokens * shape.width())
+        .map(|i| ((i * 31 + u32::from(salt)) % num_experts) as u16)
+        .collect();
+    let store: Arc<dyn RoutingStore> = Arc::new(shape.encode(&experts).unwrap());
+    let run = |first: u32, tokens: u32| RoutingRun {
+        first,
+        tokens,
+        store: store.clone(),
+        at: u64::from(first) * shape.row_bytes() as u64,
+    };
+    let runs = vec![run(tokens / 8, tokens / 4), run(tokens / 2, tokens / 3)];
+    SequenceRouting { shape, runs }
 }
 
 fn sequences() -> impl Strategy<Value = Vec<TokenSequence>> {
     let token = (any::<u32>(), any::<bool>(), -30f32..0.0, 0u32..4);
-    let sequence = (prop::collection::vec(token, 0..200), 0f32..1.0).prop_map(|(tokens, weight)| {
-        let mask: Vec<bool> = tokens.iter().map(|t| t.1).collect();
-        TokenSequence {
-            token_ids: tokens.iter().map(|t| t.0).collect(),
-            logprobs: tokens.iter().map(|t| if t.1 { t.2 } else { 0.0 }).collect(),
-            versions: tokens.iter().map(|t| if t.1 { t.3 } else { 0 }).collect(),
-            prompt_len: mask.iter().position(|m| *m).unwrap_or(mask.len()) as u32,
-            loss_mask: mask,
-            weight,
-        }
-    });
+    let routed = prop::option::of((any::<u16>(), prop_oneof![Just(7u32), Just(256), Just(300)]));
+    let sequence =
+        (prop::collection::vec(token, 0..200), 0f32..1.0, routed).prop_map(|(tokens, weight, routed)| {
+            let mask: Vec<bool> = tokens.iter().map(|t| t.1).collect();
+            TokenSequence {
+                token_ids: tokens.iter().map(|t| t.0).collect(),
+                logprobs: tokens.iter().map(|t| if t.1 { t.2 } else { 0.0 }).collect(),
+                versions: tokens.iter().map(|t| if t.1 { t.3 } else { 0 }).collect(),
+                prompt_len: mask.iter().position(|m| *m).unwrap_or(mask.len()) as u32,
+                routing: routed.map(|(salt, experts)| routing(tokens.len() as u32, salt, experts)),
+                loss_mask: mask,
+                weight,
+            }
+        });
     prop::collection::vec(sequence, 0..4)
 }
 
@@ -72,7 +103,8 @@ proptest! {
         let header = RecordHeader { body_len: body.len() as u32, group: 1, durable_before: 0, sample: 0,
             attempt: 0, start_version: 0, kind, body_crc: 0 };
         // A random body that happens to be a trial would be a wonder.
-        prop_assert!(decode(&header, &body).is_err());
+        let nothing = BodyStore { store: Arc::new(Vec::new()), at: 0 };
+        prop_assert!(decode(&header, &body, &nothing).is_err());
     }
 }
 

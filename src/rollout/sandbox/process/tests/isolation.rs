@@ -218,3 +218,53 @@ fn what_is_missing_is_named() {
         assert!(error.contains("/proc/no/state"), "{error}");
     });
 }
+
+/// Mounts are seen, cannot be changed, run programs, and are not hidden by the folders they lie in.
+#[test]
+fn mounts_are_read_only() {
+    as_each_user(|| async {
+        for bench in [Bench::new(), Bench::with_folders().await] {
+            let tree = bench.dir.path().join("tree");
+            std::fs::create_dir_all(tree.join("bin")).unwrap();
+            std::fs::write(tree.join("bin/tool"), "#!/bin/sh\necho ran\n").unwrap();
+            std::fs::write(tree.join("note"), "before").unwrap();
+            use std::os::unix::fs::PermissionsExt;
+            let mode = std::fs::Permissions::from_mode(0o4755);
+            std::fs::set_permissions(tree.join("bin/tool"), mode).unwrap();
+            let mut spec = SandboxSpec::new("mounts");
+            spec.mounts = vec![
+                ReadOnlyMount {
+                    host: tree.clone(),
+                    inside: "/opt/legorl/runtimes/tool-1".into(),
+                },
+                ReadOnlyMount {
+                    host: tree.join("note"),
+                    inside: "/etc/deep/note".into(),
+                },
+            ];
+            let sandbox = bench.start(spec).await;
+            let script = "/opt/legorl/runtimes/tool-1/bin/tool; cat /etc/deep/note; echo; ls -d /layer 2>/dev/null
+                for path in /opt/legorl/runtimes/tool-1/new /opt/legorl/runtimes/tool-1/note /etc/deep/note; do
+                    (echo after > $path) 2>/dev/null && echo wrote $path
+                done
+                rm -f /opt/legorl/runtimes/tool-1/note 2>/dev/null && echo removed
+                mount -o remount,rw /opt/legorl/runtimes/tool-1 2>/dev/null && echo remounted
+                grep ' /opt/legorl/runtimes/tool-1 ro,' /proc/self/mountinfo | grep -c nosuid";
+            let said = says(sandbox.as_ref(), script).await;
+            assert_eq!(said, "ran\nbefore\n1");
+            assert_eq!(std::fs::read_to_string(tree.join("note")).unwrap(), "before");
+            assert!(!tree.join("new").exists());
+            sandbox.delete().await.unwrap();
+            assert!(bench.leftovers().is_empty());
+            assert!(tree.join("bin/tool").exists(), "deleted with the sandbox");
+        }
+        let bench = Bench::new();
+        let mut spec = SandboxSpec::new("missing");
+        spec.mounts = vec![ReadOnlyMount {
+            host: "/no/such/tree".into(),
+            inside: "/opt/x".into(),
+        }];
+        let error = bench.backend.start(spec).await.err().unwrap().to_string();
+        assert!(error.contains("/no/such/tree"), "{error}");
+    });
+}

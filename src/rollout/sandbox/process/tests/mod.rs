@@ -6,7 +6,7 @@ mod isolation;
 mod life;
 
 use super::*;
-use crate::rollout::sandbox::{ExecResult, LogFile};
+use crate::rollout::sandbox::{ExecResult, LogFile, ReadOnlyMount};
 use std::future::Future;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;

@@ -1,0 +1,59 @@
+//! `SCAFFOLD=ohsdk`: the default agent of the OpenHands SDK in command line mode.
+//!
+//! Runs from its read-only runtime in a driver (`ohsdk/driver.py`), over chat completions with the tools
+//! `terminal`, `file_editor`, `task_tracker`, `finish` and `think`. The SDK keeps its events in
+//! `agent/events.jsonl` of the trial.
+//!
+//! | Exit status | Meaning |
+//! |---|---|
+//! | 0 | it called `finish`, replied without a tool call, or its own detection of loops stopped it |
+//! | 1 | it failed; the last line says how |
+//! | 3 | it made all its turns |
+//!
+//! When the proxy says that the context is full, its condenser asks for a summary in a request without tools,
+//! and the conversation goes on as system prompt and summary.
+
+use super::python::PythonAgent;
+use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
+use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
+use async_trait::async_trait;
+
+/// The version that this scaffold was tested with.
+pub const VERSION: &str = "1.58.2";
+const AGENT: PythonAgent = PythonAgent {
+    name: "ohsdk",
+    pinned: VERSION,
+    driver: include_str!("ohsdk/driver.py"),
+};
+
+/// See the module.
+#[derive(Clone, Debug, Default)]
+pub struct Ohsdk {
+    runtime: RuntimeConfig,
+}
+
+impl Ohsdk {
+    /// A scaffold that uses this runtime.
+    pub fn new(runtime: RuntimeConfig) -> Self {
+        Self { runtime }
+    }
+}
+
+#[async_trait]
+impl Scaffold for Ohsdk {
+    fn name(&self) -> &'static str {
+        AGENT.name
+    }
+
+    fn check(&self) -> Result<(), ScaffoldError> {
+        AGENT.check(&self.runtime)
+    }
+
+    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+        AGENT.mounts(&self.runtime)
+    }
+
+    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
+        AGENT.run(&self.runtime, sandbox, &request).await
+    }
+}

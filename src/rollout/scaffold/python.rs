@@ -1,0 +1,120 @@
+//! What the scaffolds of agents written in Python have in common.
+//!
+//! The runtime (`setup/runtimes/python.sh`) is a Python of its own with the agent's packages. A small driver
+//! of ours, one for each agent, is put into the sandbox beside its settings and started with that Python:
+//!
+//! ```text
+//! <runtime>/bin/python3 /run/legorl-agent/driver.py /run/legorl-agent/settings.json
+//! ```
+//!
+//! What a driver writes into its logs folder comes into the trial's `agent/` folder when the agent has ended,
+//! whatever its end was.
+//!
+//! | Exit status of a driver | Meaning |
+//! |---|---|
+//! | 0 | the agent ended by itself |
+//! | 1 | it failed; the last line of the log says how |
+//! | 3 | it made all its model calls, or the proxy let it make no more |
+
+use super::{process, AgentRequest, AgentRun, Runtime, RuntimeConfig, ScaffoldError};
+use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
+use serde_json::{json, Value};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Exit status of a driver whose agent made all its model calls.
+const TURN_LIMIT: i32 = 3;
+/// Where drivers keep their records inside.
+const LOGS: &str = "/logs/agent";
+
+/// One of these agents.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PythonAgent {
+    /// Value of `SCAFFOLD`, and name of the runtime.
+    pub name: &'static str,
+    /// Version of the runtime that this program was tested with.
+    pub pinned: &'static str,
+    /// Source of the driver.
+    pub driver: &'static str,
+}
+
+impl PythonAgent {
+    fn runtime(&self, config: &RuntimeConfig) -> Result<Runtime, ScaffoldError> {
+        Runtime::find(self.name, self.pinned, config)
+    }
+
+    pub fn check(&self, config: &RuntimeConfig) -> Result<(), ScaffoldError> {
+        self.runtime(config)?.check()
+    }
+
+    pub fn mounts(&self, config: &RuntimeConfig) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+        Ok(vec![self.runtime(config)?.mount()])
+    }
+
+    /// Runs the driver to its end and takes its records out.
+    pub async fn run(
+        &self,
+        config: &RuntimeConfig,
+        sandbox: &dyn Sandbox,
+        request: &AgentRequest,
+    ) -> Result<AgentRun, ScaffoldError> {
+        let runtime = self.runtime(config)?;
+        let put = |name, text| process::put(self.name, sandbox, &request.log_dir, name, text);
+        let instruction = put("instruction.md", request.instruction.as_str()).await?;
+        let settings = self.settings(sandbox, request, &instruction).to_string();
+        let settings = put("settings.json", settings.as_str()).await?;
+        // The driver is the same in every trial: it does not stay in the trial's folder.
+        let driver = put("driver.py", self.driver).await?;
+        let copy = request.log_dir.join("driver.py");
+        std::fs::remove_file(&copy)
+            .map_err(|e| process::failed(self.name)(SandboxError::io("remove", &copy, e)))?;
+
+        let command = process::AgentCommand {
+            scaffold: self.name,
+            argv: vec![runtime.entry(), "-u".into(), driver, settings],
+            env: environment(&runtime),
+            log: format!("{}.log", self.name),
+            turn_limit_code: Some(TURN_LIMIT),
+        };
+        let run = process::run(sandbox, request, command).await?;
+        // An agent that ended before it wrote anything left no folder.
+        sandbox.make_dir(LOGS).await.map_err(process::failed(self.name))?;
+        sandbox
+            .download(LOGS, &request.log_dir)
+            .await
+            .map_err(process::failed(self.name))?;
+        Ok(run)
+    }
+
+    fn settings(&self, sandbox: &dyn Sandbox, request: &AgentRequest, instruction: &str) -> Value {
+        let endpoint = &request.endpoint;
+        json!({
+            "instruction": instruction,
+            "logs": LOGS,
+            "model": endpoint.model,
+            "base_url": format!("{}/v1", process::base_url(sandbox, endpoint)),
+            "api_key": endpoint.secret,
+            "session": endpoint.session.to_string(),
+            "max_turns": request.max_turns,
+            "context_tokens": request.context_tokens,
+            "output_tokens": request.max_tokens_per_turn,
+            "timeout": request.timeout.max(Duration::from_secs(1)).as_secs(),
+        })
+    }
+}
+
+/// Nothing here reaches the libraries of what the agent starts; see `setup/runtimes/python.sh`.
+fn environment(runtime: &Runtime) -> BTreeMap<String, String> {
+    let root = runtime.inside();
+    [
+        ("PYTHONNOUSERSITE", "1".to_owned()),
+        ("PYTHONDONTWRITEBYTECODE", "1".to_owned()),
+        ("LITELLM_LOCAL_MODEL_COST_MAP", "True".to_owned()),
+        (
+            "TERMINFO_DIRS",
+            format!("/etc/terminfo:/lib/terminfo:/usr/share/terminfo:{root}/share/terminfo"),
+        ),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}

@@ -1,0 +1,64 @@
+//! `SCAFFOLD=terminus2`: Terminus 2 of Harbor, which works in a terminal.
+//!
+//! Harbor runs it beside the container. Here it runs inside the sandbox, from its read-only runtime, in a
+//! driver (`terminus2/driver.py`) whose environment class starts commands as child processes; its terminal is
+//! the tmux of the runtime. It asks over chat completions without tools and puts its commands into the text
+//! as JSON; it ends when it has said twice that the task is complete.
+//!
+//! With `collect_rollout_details` it keeps the token ids and log-probs that the proxy tells it: they are
+//! in `agent/rollout.json` of the trial, an independent record of what was sampled.
+//!
+//! | Exit status | Meaning |
+//! |---|---|
+//! | 0 | it confirmed that the task is complete, or its terminal ended |
+//! | 1 | it failed, for example after three tries of one request; the last line says how |
+//! | 3 | it made all its turns, or the proxy let it make no more |
+//!
+//! Before its context is full, or when the proxy says that it is, it asks for a summary, asks itself questions
+//! about the summary in a conversation of its own, answers them, and begins anew with the first prompt, the
+//! questions and the answers.
+
+use super::python::PythonAgent;
+use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
+use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
+use async_trait::async_trait;
+
+/// The version that this scaffold was tested with.
+pub const VERSION: &str = "0.26.0";
+const AGENT: PythonAgent = PythonAgent {
+    name: "terminus2",
+    pinned: VERSION,
+    driver: include_str!("terminus2/driver.py"),
+};
+
+/// See the module.
+#[derive(Clone, Debug, Default)]
+pub struct Terminus2 {
+    runtime: RuntimeConfig,
+}
+
+impl Terminus2 {
+    /// A scaffold that uses this runtime.
+    pub fn new(runtime: RuntimeConfig) -> Self {
+        Self { runtime }
+    }
+}
+
+#[async_trait]
+impl Scaffold for Terminus2 {
+    fn name(&self) -> &'static str {
+        AGENT.name
+    }
+
+    fn check(&self) -> Result<(), ScaffoldError> {
+        AGENT.check(&self.runtime)
+    }
+
+    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+        AGENT.mounts(&self.runtime)
+    }
+
+    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
+        AGENT.run(&self.runtime, sandbox, &request).await
+    }
+}

@@ -1,0 +1,176 @@
+//! Terminus 2, whose own record of token ids and log-probs is an independent witness of the capture.
+
+use super::{
+    bench::{installed, scripted, Limits, Outcome},
+    check::check,
+    script::{Asked, Markup, Turn},
+};
+use crate::support::long;
+use legorl::{
+    base::{BranchKind, StopReason},
+    rollout::{
+        scaffold::{RuntimeConfig, Terminus2},
+        trial::AttemptEnd,
+    },
+};
+use serde_json::{json, Value};
+use std::sync::Arc;
+
+fn terminus2() -> Option<Arc<Terminus2>> {
+    let agent = Terminus2::new(RuntimeConfig::default());
+    installed(&agent, long()).then(|| Arc::new(agent))
+}
+
+fn limits() -> Limits {
+    Limits {
+        time: std::time::Duration::from_secs(300),
+        ..Limits::default()
+    }
+}
+
+/// A reply in the agent's own format.
+fn types(keystrokes: &[&str]) -> Turn {
+    let commands: Vec<Value> = keystrokes
+        .iter()
+        .map(|keys| json!({"keystrokes": keys, "duration": 0.2}))
+        .collect();
+    Turn::says(&json!({"analysis": "ä", "plan": "b", "commands": commands}).to_string())
+}
+
+fn complete() -> Turn {
+    Turn::says(&json!({"analysis": "a", "plan": "b", "commands": [], "task_complete": true}).to_string())
+}
+
+/// Harbor's record: every prompt, reply and log-probability that it was told is in the captured branches,
+/// and every trained token is in the record.
+fn witness(outcome: &Outcome) {
+    let record: Value = serde_json::from_str(&outcome.file("agent/rollout.json")).unwrap();
+    let ids = |value: &Value| -> Vec<u32> { serde_json::from_value(value.clone()).unwrap() };
+    let mut told = 0;
+    for detail in record["rollout_details"].as_array().unwrap() {
+        let parts =
+            ["prompt_token_ids", "completion_token_ids", "logprobs"].map(|k| detail[k].as_array().unwrap());
+        assert!(parts.iter().all(|part| part.len() == parts[0].len()), "{detail}");
+        for turn in 0..parts[0].len() {
+            let (prompt, reply) = (ids(&parts[0][turn]), ids(&parts[1][turn]));
+            let logprobs: Vec<f32> = serde_json::from_value(parts[2][turn].clone()).unwrap();
+            assert_eq!(reply.len(), logprobs.len());
+            let (start, end) = (prompt.len(), prompt.len() + reply.len());
+            let holds = outcome.captured.branches.iter().filter(|branch| {
+                let t = &branch.tokens;
+                t.len() >= end
+                    && t.token_ids[..start] == prompt
+                    && t.token_ids[start..end] == reply
+                    && t.loss_mask[start..end].iter().all(|m| *m)
+                    && t.logprobs[start..end]
+                        .iter()
+                        .zip(&logprobs)
+                        .all(|(a, b)| a.to_bits() == b.to_bits())
+            });
+            assert_eq!(holds.count(), 1, "turn {turn} of {detail}");
+            told += reply.len();
+        }
+    }
+    let branches = outcome.captured.branches.iter();
+    let sampled: usize = branches.map(|branch| branch.tokens.sampled()).sum();
+    assert_eq!(told, sampled, "tokens in Harbor's record and sampled tokens");
+}
+
+#[test]
+fn terminus2_solves_tasks_and_keeps_the_same_tokens() {
+    let Some(agent) = terminus2() else { return };
+    for (task, work) in [
+        ("copy-01", "cp sugar.txt otter\n"),
+        ("count-01", "wc -l < lilac.txt > sage.txt\n"),
+    ] {
+        let script = move |asked: &Asked<'_>| match asked.replies() {
+            0 => types(&["ls -R\n", "echo 'ümläut 日本 `q`'\n"]),
+            1 => types(&[work]),
+            _ => complete(),
+        };
+        let outcome = scripted(task, agent.clone(), Markup::Hermes, &limits(), script);
+        assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
+        check(&outcome);
+        witness(&outcome);
+        let kinds: Vec<_> = outcome.captured.branches.iter().map(|b| b.kind).collect();
+        assert_eq!(kinds, [BranchKind::Main], "{}", outcome.story());
+        assert_eq!(outcome.captured.branches[0].turns, 4);
+        assert!(outcome.file("agent/terminus_2.pane").contains("ls -R"));
+    }
+}
+
+/// Says what each conversation of a hand-over asks for. `noise` fills the context.
+fn hand_over(noise: &'static str) -> impl Fn(&Asked<'_>) -> Turn {
+    move |asked| {
+        if asked.last().starts_with("You are about to hand off your work") {
+            Turn::says("I looked around, and nothing is copied yet.")
+        } else if asked.last().starts_with("You are picking up work") {
+            Turn::says("Which file goes where?")
+        } else if asked.last().starts_with("The next agent has a few questions") {
+            Turn::says("The file sugar.txt goes into the folder otter.")
+        } else if asked.last().starts_with("Here are the answers") {
+            types(&["clear; cp sugar.txt otter\n"])
+        } else if asked.prompt.contains("Here are the answers") {
+            complete()
+        } else {
+            types(&[noise])
+        }
+    }
+}
+
+#[test]
+fn terminus2_hands_over_when_its_context_is_full() {
+    let Some(agent) = terminus2() else { return };
+    // About 2,300 tokens on the screen: after two of them its own estimate says that the context is full.
+    let script = hand_over("seq 1000 1575\n");
+    let small = Limits {
+        context: 6_000,
+        ..limits()
+    };
+    let outcome = scripted("copy-01", agent, Markup::Hermes, &small, script);
+    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
+    check(&outcome);
+    witness(&outcome);
+    let mut kinds: Vec<_> = outcome
+        .captured
+        .branches
+        .iter()
+        .map(|branch| (branch.kind, branch.trainable))
+        .collect();
+    kinds.sort_by_key(|(kind, _)| format!("{kind:?}"));
+    // Summary and answers go on with the main conversation; the questions are asked without it.
+    assert_eq!(
+        kinds,
+        [
+            (BranchKind::Compaction, true),
+            (BranchKind::Main, true),
+            (BranchKind::Side, false)
+        ],
+        "{}",
+        outcome.story()
+    );
+    let record: Value = serde_json::from_str(&outcome.file("agent/rollout.json")).unwrap();
+    assert_eq!(record["summaries"], 1);
+}
+
+#[test]
+fn terminus2_that_never_ends_is_ended_by_its_turns() {
+    let Some(agent) = terminus2() else { return };
+    let few = Limits {
+        max_turns: 3,
+        ..limits()
+    };
+    let outcome = scripted("copy-01", agent, Markup::Hermes, &few, |_| types(&["ls\n"]));
+    let AttemptEnd::Finished(trajectory) = &outcome.end else {
+        panic!("{:?}\n{}", outcome.end, outcome.story());
+    };
+    assert_eq!(
+        trajectory.outcome.stop,
+        StopReason::MaxTurnsReached,
+        "{}",
+        outcome.story()
+    );
+    assert_eq!(trajectory.outcome.reward, 0.0);
+    check(&outcome);
+    witness(&outcome);
+}
