@@ -37,6 +37,7 @@ fn config(backward: BackwardMode) -> TrainerConfig {
         max_grad_norm: 1.0,
         max_response_len: 100,
         num_threads: 2,
+        replay: None,
         backward,
     }
 }
@@ -66,6 +67,7 @@ fn batch(step: u32) -> TrainBatch {
                 loss_mask: sampled,
                 prompt_len: 9,
                 weight: 1.0,
+                routing: None,
             }],
             turns: 1,
             malformed_tool_calls: 0,
