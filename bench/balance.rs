@@ -5,12 +5,16 @@
 //! ```
 //!
 //! **Simulation.** 8 replicas with 400,000 KV tokens each, prefill of 20,000 tokens/s (one prompt after the
-//! other), decoding of 40 tokens/s for each of up to 64 sequences. 400 sessions of 40 turns share a prefix
-//! of 6,000 tokens; a turn adds 300 tokens and a reply of 200; a tool takes 5 s (median; log-normal, σ 0.8).
-//! A replica keeps what fits of the sessions it has served and forgets the one that was used longest ago;
-//! running sequences are never forgotten. Sessions arrive as a Poisson process at 90% of the capacity of the
-//! best policy, which is its throughput when all sessions are there from the start. Decisions are those of
-//! the product's own [`Balancer`] and [`SessionScheduler`].
+//! other, in chunks of 2,048), decoding of 40 tokens/s for each of up to 64 sequences. While a prompt is computed,
+//! every sequence gets one token a chunk. Sessions of 40 turns share a prefix of 6,000 tokens that every replica
+//! holds; a turn adds 300 tokens and a reply of 200; a tool takes 5 s (median; log-normal, σ 0.8). A replica keeps
+//! what fits of the sessions it has served and forgets the one that was used longest ago; running sequences are
+//! never forgotten. Decisions are those of the product's own [`Balancer`] and [`SessionScheduler`].
+//!
+//! 1. *Saturated*: as many sessions as named are always there; whenever one ends another one begins. Turns/s over
+//!    the middle half of 1,200 sessions. The best figure of the table is the capacity of the best policy.
+//! 2. *Open loop*: 400 sessions arrive as a Poisson process at 90% of that capacity, whatever becomes of the
+//!    earlier ones. Throughput in the second half of the arrivals, and over all until the last session is done.
 //!
 //! **Decisions.** 10,000 sessions on 256 replicas: time of pick, ask and end of a turn.
 
@@ -24,7 +28,7 @@ use legorl_front::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::{
-    collections::{BinaryHeap, HashMap, VecDeque},
+    collections::{BTreeMap, BinaryHeap, HashMap, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -32,8 +36,14 @@ const REPLICAS: usize = 8;
 const KV_TOKENS: u64 = 400_000;
 const PREFILL_PER_SEC: f64 = 20_000.0;
 const DECODE_PER_SEC: f64 = 40.0;
+const CHUNK: f64 = 2_048.0;
+/// How fast sequences are decoded while a prompt is computed.
+const SLOWED: f64 = PREFILL_PER_SEC / CHUNK / DECODE_PER_SEC;
 const MAX_RUNNING: usize = 64;
 const SESSIONS: usize = 400;
+const SATURATED_SESSIONS: usize = 1_200;
+/// Seconds of a session's life without waiting, to spread beginnings.
+const LIFE_SECS: f64 = 480.0;
 const TURNS: usize = 40;
 const SHARED: u64 = 6_000;
 const NEW: u64 = 300;
@@ -43,8 +53,8 @@ const REPLY: u64 = 200;
 enum What {
     /// A session's next turn.
     Turn(usize),
-    /// A turn's reply is complete.
-    End(usize),
+    /// The next reply of a replica is complete, unless the replica's plan has changed since.
+    End(usize, u64),
     /// The scheduler looks again.
     Poll,
 }
@@ -77,11 +87,36 @@ struct Replica {
     running: HashMap<usize, u64>,
     queue: VecDeque<usize>,
     prefill_free: f64,
+    /// Seconds of undisturbed decoding so far, and the time up to which they are counted.
+    decoded: f64,
+    decoded_at: f64,
+    /// Running sequences by the `decoded` (in nanoseconds) at which they end.
+    ends: BTreeMap<(u64, usize), f64>,
+    /// Number of the plan that [`What::End`] belongs to.
+    plan: u64,
 }
 
 impl Replica {
     fn active(&self) -> u64 {
         self.running.values().sum()
+    }
+
+    fn advance(&mut self, now: f64) {
+        let passed = now - self.decoded_at;
+        let slowed = (self.prefill_free - self.decoded_at).clamp(0.0, passed);
+        self.decoded += slowed * SLOWED + (passed - slowed);
+        self.decoded_at = now;
+    }
+
+    /// When `decoded` will be this much, if no other prompt comes.
+    fn when(&self, decoded: f64) -> f64 {
+        let slowed = (self.prefill_free - self.decoded_at).max(0.0);
+        let missing = decoded - self.decoded;
+        if missing <= slowed * SLOWED {
+            self.decoded_at + missing / SLOWED
+        } else {
+            self.decoded_at + slowed + (missing - slowed * SLOWED)
+        }
     }
 
     /// Makes room for a running sequence of `tokens`; false if running ones leave none.
@@ -119,8 +154,12 @@ struct Simulation {
     asked_at: Vec<f64>,
     ticket: Vec<Option<(Ticket, usize)>>,
     waiting: HashMap<Ticket, usize>,
+    /// How long each turn took, and when it ended.
     times: Vec<f64>,
+    ends: Vec<f64>,
     prefilled: u64,
+    /// Begins when the next session ends.
+    next: usize,
 }
 
 /// Tokens of a session's prompt beyond the shared prefix.
@@ -129,7 +168,7 @@ fn prompt(turn: usize) -> u64 {
 }
 
 impl Simulation {
-    fn new(policy: BalancePolicy, scheduler: bool, seed: u64) -> Self {
+    fn new(policy: BalancePolicy, scheduler: bool, sessions: usize) -> Self {
         let mut balancer = Balancer::new(policy);
         (0..REPLICAS).for_each(|id| balancer.on_join(ReplicaId(id as u32)));
         Self {
@@ -141,18 +180,20 @@ impl Simulation {
             replicas: (0..REPLICAS).map(|_| Replica::default()).collect(),
             events: BinaryHeap::new(),
             number: 0,
-            random: ChaCha8Rng::seed_from_u64(seed),
+            random: ChaCha8Rng::seed_from_u64(1),
             epoch: Instant::now(),
             now: 0.0,
-            ids: (0..SESSIONS)
+            ids: (0..sessions)
                 .map(|n| SessionId::from(format!("s{n}").as_str()))
                 .collect(),
-            done: vec![0; SESSIONS],
-            asked_at: vec![0.0; SESSIONS],
-            ticket: vec![None; SESSIONS],
+            done: vec![0; sessions],
+            asked_at: vec![0.0; sessions],
+            ticket: vec![None; sessions],
             waiting: HashMap::new(),
             times: Vec::new(),
+            ends: Vec::new(),
             prefilled: 0,
+            next: sessions,
         }
     }
 
@@ -172,21 +213,43 @@ impl Simulation {
         }
     }
 
-    /// Sessions a second; all at once without a rate. Returns turns a second and sorted turn times.
-    fn run(mut self, rate: Option<f64>) -> (f64, Vec<f64>, f64) {
-        let mut time = 0.0;
-        for session in 0..SESSIONS {
-            if let Some(rate) = rate {
-                time -= self.random.random_range(f64::EPSILON..1.0).ln() / rate;
-            }
-            self.at(time, What::Turn(session));
+    /// As many sessions as `present` at every time; turns a second in the middle half.
+    fn saturated(mut self, present: usize) -> f64 {
+        for session in 0..present {
+            self.at(LIFE_SECS * session as f64 / present as f64, What::Turn(session));
         }
+        self.next = present;
+        self.run();
+        let (from, to) = (self.ends.len() / 4, self.ends.len() * 3 / 4);
+        (to - from) as f64 / (self.ends[to] - self.ends[from])
+    }
+
+    /// Sessions arrive at a rate.
+    fn open_loop(mut self, rate: f64) -> OpenLoop {
+        let mut last = 0.0;
+        for session in 0..self.done.len() {
+            last -= self.random.random_range(f64::EPSILON..1.0).ln() / rate;
+            self.at(last, What::Turn(session));
+        }
+        self.run();
+        let before = |time: f64| self.ends.partition_point(|end| *end < time) as f64;
+        let whole = self.ends.last().copied().unwrap_or_default();
+        self.times.sort_by(f64::total_cmp);
+        OpenLoop {
+            steady: (before(last) - before(last / 2.0)) / (last / 2.0),
+            whole: self.ends.len() as f64 / whole,
+            computed: self.prefilled as f64 / self.ends.len() as f64,
+            times: self.times,
+        }
+    }
+
+    fn run(&mut self) {
         self.at(1.0, What::Poll);
         while let Some(At(time, _, what)) = self.events.pop() {
             self.now = time;
             match what {
                 What::Turn(session) => self.ask(session),
-                What::End(session) => self.end(session),
+                What::End(replica, plan) => self.on_end(replica, plan),
                 What::Poll => {
                     (0..REPLICAS).for_each(|replica| self.reconsider(replica));
                     if self.done.iter().any(|done| *done < TURNS) {
@@ -195,13 +258,7 @@ impl Simulation {
                 }
             }
         }
-        let turns = (SESSIONS * TURNS) as f64;
-        assert_eq!(self.times.len(), SESSIONS * TURNS, "every turn was served");
-        self.times.sort_by(f64::total_cmp);
-        let per_turn = self.prefilled as f64 / turns;
-        // The last poll is not work.
-        let end = self.asked_at.iter().copied().fold(0.0, f64::max);
-        (turns / end, self.times, per_turn)
+        assert_eq!(self.times.len(), self.done.len() * TURNS, "every turn was served");
     }
 
     fn ask(&mut self, session: usize) {
@@ -257,17 +314,43 @@ impl Simulation {
             r.used = r.used - hit + tokens;
             r.resident.insert(session, (tokens, self.now));
             r.running.insert(session, tokens);
+            r.advance(self.now);
             r.prefill_free = r.prefill_free.max(self.now) + compute as f64 / PREFILL_PER_SEC;
-            let end = r.prefill_free + REPLY as f64 / DECODE_PER_SEC;
-            self.at(end, What::End(session));
+            let begins = r.decoded + (r.prefill_free - self.now) * SLOWED;
+            let end = begins + REPLY as f64 / DECODE_PER_SEC;
+            r.ends.insert(((end * 1e9) as u64, session), end);
+            self.plan(replica);
         }
+    }
+
+    /// Looks forward to the next end of a replica.
+    fn plan(&mut self, replica: usize) {
+        let r = &mut self.replicas[replica];
+        r.plan += 1;
+        let plan = r.plan;
+        if let Some(decoded) = r.ends.first_key_value().map(|(_, decoded)| *decoded) {
+            let time = r.when(decoded);
+            self.at(time, What::End(replica, plan));
+        }
+    }
+
+    fn on_end(&mut self, replica: usize, plan: u64) {
+        let now = self.now;
+        let r = &mut self.replicas[replica];
+        if r.plan != plan {
+            return;
+        }
+        r.advance(now);
+        let ((_, session), _) = r.ends.pop_first().expect("a running sequence");
+        self.end(session);
+        self.plan(replica);
     }
 
     fn end(&mut self, session: usize) {
         let (ticket, replica) = self.ticket[session].take().expect("a running turn");
         let tokens = prompt(self.done[session]) + REPLY;
         self.times.push(self.now - self.asked_at[session]);
-        self.asked_at[session] = self.now;
+        self.ends.push(self.now);
         self.done[session] += 1;
         let r = &mut self.replicas[replica];
         r.running.remove(&session);
@@ -280,6 +363,10 @@ impl Simulation {
             let tool = 5.0 * (0.8 * normal).exp();
             self.at(self.now + tool, What::Turn(session));
         } else {
+            if self.next < self.done.len() {
+                self.at(self.now, What::Turn(self.next));
+                self.next += 1;
+            }
             let id = self.ids[session].clone();
             self.balancer.on_session_end(&id);
             self.scheduler.on_session_end(&id);
@@ -294,40 +381,49 @@ impl Simulation {
     }
 }
 
+/// What an open loop gave.
+struct OpenLoop {
+    steady: f64,
+    whole: f64,
+    computed: f64,
+    times: Vec<f64>,
+}
+
 fn main() {
+    use BalancePolicy::{PrefixAware, RoundRobin, StickyLeastLoaded};
+    const PRESENT: [usize; 6] = [200, 280, 320, 360, 400, 480];
     let policies = [
-        ("round robin", BalancePolicy::RoundRobin, false),
-        ("prefix-aware", BalancePolicy::PrefixAware, false),
-        ("sticky, least loaded", BalancePolicy::StickyLeastLoaded, false),
-        ("round robin + scheduler", BalancePolicy::RoundRobin, true),
-        ("prefix-aware + scheduler", BalancePolicy::PrefixAware, true),
-        (
-            "sticky, least loaded + scheduler",
-            BalancePolicy::StickyLeastLoaded,
-            true,
-        ),
+        ("round robin", RoundRobin, false),
+        ("round robin + scheduler", RoundRobin, true),
+        ("prefix-aware", PrefixAware, false),
+        ("prefix-aware + scheduler", PrefixAware, true),
+        ("sticky, least loaded", StickyLeastLoaded, false),
+        ("sticky, least loaded + scheduler", StickyLeastLoaded, true),
     ];
+    println!("saturated, turns/s by sessions that are there:");
+    println!("  {:<34}{}", "", PRESENT.map(|n| format!("{n:>7}")).concat());
     let mut best: f64 = 0.0;
-    println!("all sessions from the start:");
     for (name, policy, scheduler) in policies {
-        let (throughput, _, per_turn) = Simulation::new(policy, scheduler, 1).run(None);
-        println!("  {name:<34} {throughput:>6.2} turns/s   {per_turn:>6.0} tokens computed a turn");
-        best = best.max(throughput);
+        let figures = PRESENT.map(|n| Simulation::new(policy, scheduler, SATURATED_SESSIONS).saturated(n));
+        best = figures.iter().copied().fold(best, f64::max);
+        println!("  {name:<34}{}", figures.map(|f| format!("{f:>7.1}")).concat());
     }
     let rate = 0.9 * best / TURNS as f64;
-    println!("arrivals at 90% of {best:.2} turns/s ({rate:.3} sessions/s):");
-    let mut baseline = 0.0;
+    println!("open loop, {SESSIONS} sessions at 90% of {best:.1} turns/s:");
+    let mut baseline = None;
     for (name, policy, scheduler) in policies {
-        let (throughput, times, per_turn) = Simulation::new(policy, scheduler, 2).run(Some(rate));
-        if baseline == 0.0 {
-            baseline = throughput;
-        }
-        let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
+        let got = Simulation::new(policy, scheduler, SESSIONS).open_loop(rate);
+        let (steady, whole) = *baseline.get_or_insert((got.steady, got.whole));
+        let at = |share: f64| got.times[((got.times.len() - 1) as f64 * share) as usize];
         println!(
-            "  {name:<34} {throughput:>6.2} turns/s ({:.2}x)   turn p50 {:>6.1} s  p99 {:>7.1} s   {per_turn:>6.0} tokens computed a turn",
-            throughput / baseline,
+            "  {name:<34} {:>5.1} turns/s ({:.2}x), until all are done {:>5.1} ({:.2}x); turn p50 {:>5.1} s, p99 {:>6.1} s; {:>5.0} tokens computed a turn",
+            got.steady,
+            got.steady / steady,
+            got.whole,
+            got.whole / whole,
             at(0.5),
-            at(0.99)
+            at(0.99),
+            got.computed
         );
     }
     decisions();

@@ -293,11 +293,15 @@ fn chat_messages_and_responses_are_captured_as_the_script_says() {
     let record = server.close(&id);
     assert_captured(&record["branches"][0], &replies());
     assert_eq!((&record["requests"], &record["refused"]), (&json!(2), &json!(0)));
-    let prompt = ids("<|im_start|>system\n").len();
-    assert_eq!(
-        record["branches"][0]["token_ids"][..prompt],
-        ids("<|im_start|>system\n")
-    );
+    let given: Vec<u64> = (0..15)
+        .map(|i| record["branches"][0]["token_ids"][i].as_u64().unwrap())
+        .collect();
+    let want: Vec<u64> = ids("<|im_start|>system\n[{\"type")
+        .into_iter()
+        .map(u64::from)
+        .take(15)
+        .collect();
+    assert_eq!(given, want);
     assert_eq!(
         server.post(&url, &body).0,
         404,

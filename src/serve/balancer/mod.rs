@@ -15,7 +15,7 @@ mod tests;
 
 use crate::base::{ReplicaId, SessionId};
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     hash::{DefaultHasher, Hash, Hasher},
     str::FromStr,
 };
@@ -73,6 +73,8 @@ struct Replica {
 pub struct Balancer {
     policy: BalancePolicy,
     replicas: BTreeMap<ReplicaId, Replica>,
+    /// Replicas that are up by sessions, running turns and id: the first one is the least loaded.
+    by_load: BTreeSet<(u32, u32, ReplicaId)>,
     homes: HashMap<SessionId, ReplicaId>,
     last: Option<ReplicaId>,
     /// Which replicas have seen a beginning of a prompt, by chained block hash.
@@ -88,30 +90,43 @@ impl Balancer {
         }
     }
 
+    /// Changes a replica's load and keeps the order by load. `None` for a replica that is not known.
+    fn change(&mut self, id: ReplicaId, change: impl FnOnce(&mut Replica)) -> Option<()> {
+        let replica = self.replicas.get_mut(&id)?;
+        self.by_load.remove(&(replica.sessions, replica.in_flight, id));
+        change(replica);
+        if replica.health == Health::Up {
+            self.by_load.insert((replica.sessions, replica.in_flight, id));
+        }
+        Some(())
+    }
+
     /// A replica is ready. One that was draining is up again.
     pub fn on_join(&mut self, id: ReplicaId) {
-        self.replicas
-            .entry(id)
-            .and_modify(|r| r.health = Health::Up)
-            .or_insert(Replica {
-                health: Health::Up,
-                in_flight: 0,
-                sessions: 0,
-            });
+        self.replicas.entry(id).or_insert(Replica {
+            health: Health::Up,
+            in_flight: 0,
+            sessions: 0,
+        });
+        self.change(id, |replica| replica.health = Health::Up);
     }
 
     /// A replica takes no further turns; running ones end there, and its sessions move on their next.
     pub fn on_drain(&mut self, id: ReplicaId) {
-        if let Some(replica) = self.replicas.get_mut(&id) {
+        let drains = self.change(id, |replica| {
             replica.health = Health::Draining;
             replica.sessions = 0;
+        });
+        if drains.is_some() {
             self.homes.retain(|_, home| *home != id);
         }
     }
 
     /// A replica is gone. Its sessions move on their next turn; running turns must be picked again.
     pub fn on_loss(&mut self, id: ReplicaId) {
-        self.replicas.remove(&id);
+        if let Some(replica) = self.replicas.remove(&id) {
+            self.by_load.remove(&(replica.sessions, replica.in_flight, id));
+        }
         self.homes.retain(|_, home| *home != id);
         for replicas in self.seen.values_mut() {
             replicas.retain(|r| *r != id);
@@ -132,29 +147,29 @@ impl Balancer {
                         _ => self.least_loaded()?,
                     };
                     self.homes.insert(session.clone(), id);
-                    self.replicas.get_mut(&id)?.sessions += 1;
+                    self.change(id, |replica| replica.sessions += 1)?;
                     id
                 }
             },
         };
-        self.replicas.get_mut(&id)?.in_flight += 1;
+        self.change(id, |replica| replica.in_flight += 1)?;
         self.last = Some(id);
         Some(id)
     }
 
     /// A turn that was picked for `replica` has ended, however it ended.
     pub fn on_turn_end(&mut self, replica: ReplicaId) {
-        if let Some(replica) = self.replicas.get_mut(&replica) {
-            replica.in_flight = replica.in_flight.saturating_sub(1);
-        }
+        self.change(replica, |replica| {
+            replica.in_flight = replica.in_flight.saturating_sub(1)
+        });
     }
 
     /// The session will ask no more.
     pub fn on_session_end(&mut self, session: &SessionId) {
         if let Some(home) = self.homes.remove(session) {
-            if let Some(replica) = self.replicas.get_mut(&home) {
-                replica.sessions = replica.sessions.saturating_sub(1);
-            }
+            self.change(home, |replica| {
+                replica.sessions = replica.sessions.saturating_sub(1)
+            });
         }
     }
 
@@ -177,11 +192,7 @@ impl Balancer {
     }
 
     fn least_loaded(&self) -> Option<ReplicaId> {
-        self.replicas
-            .iter()
-            .filter(|(_, r)| r.health == Health::Up)
-            .min_by_key(|(id, r)| (r.sessions, r.in_flight, **id))
-            .map(|(id, _)| *id)
+        self.by_load.first().map(|(_, _, id)| *id)
     }
 
     fn longest_prefix(&mut self, prompt: &[u32]) -> Option<ReplicaId> {
@@ -232,7 +243,18 @@ impl Balancer {
         for (id, replica) in &self.replicas {
             let homes = self.homes.values().filter(|home| *home == id).count();
             assert_eq!(replica.sessions as usize, homes, "sessions of replica {id}");
+            let listed = self.by_load.contains(&(replica.sessions, replica.in_flight, *id));
+            assert_eq!(
+                listed,
+                replica.health == Health::Up,
+                "replica {id} in the order by load"
+            );
         }
+        assert_eq!(
+            self.by_load.len(),
+            self.up().count(),
+            "replicas in the order by load"
+        );
         for id in self.seen.values().flatten() {
             assert!(
                 self.replicas.contains_key(id),

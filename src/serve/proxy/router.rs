@@ -337,7 +337,7 @@ impl Router {
         let entry = core.replicas.get(&replica)?;
         let (engine, incarnation) = (entry.engine.clone(), entry.incarnation);
         let status = engine.status();
-        let resident = if self.config.scheduler.enabled {
+        let resident = if core.scheduler.asks_for_residency(&request.session, replica) {
             engine.resident_prefix(&request.session, &request.prompt) as u64
         } else {
             0

@@ -4,15 +4,20 @@
 //! replica, each evicts the others' cached prefixes, and every turn is computed from its first token:
 //! throughput collapses. So a session that was admitted **owns** its cached tokens on the replica while
 //! a turn runs and for an idle grace after it, and a session that owns nothing waits until the owned
-//! tokens leave room below the high watermark.
+//! tokens leave room below the high watermark. Sessions grow; when owners together have more than the replica
+//! holds, the youngest wait: the oldest end soonest, and nobody's cache is evicted in turn.
+//!
+//! What a session finds cached at its very first turn on a replica belongs to others (a shared system prompt): it
+//! counts neither as its own tokens nor as a hit.
 //!
 //! A turn is admitted for the first of these reasons that holds ([`AdmitReason`]):
 //!
 //! 1. the scheduler is off;
-//! 2. the session is an owner: it has waited its turn before;
-//! 3. nothing runs on the replica: there is always progress;
-//! 4. the cache already holds the hit threshold of its prompt: admitting it costs little;
-//! 5. usage plus the prompt stays below the high watermark, and nobody older waits for the replica;
+//! 2. the session is an owner, and the tokens of all owners before it and its own fit into the replica;
+//! 3. nothing runs on the replica and nobody older waits: there is always progress;
+//! 4. the session was served here before, the cache still holds the hit threshold of its prompt, and the
+//!    owned tokens and its own fit into the replica: admitting it costs little;
+//! 5. usage plus what is new of the prompt stays below the high watermark, and nobody older waits for the replica;
 //! 6. it is the oldest waiter and has waited for the age limit, and no other turn admitted by age runs
 //!    on the replica: no session starves, however long the pressure lasts.
 //!
@@ -21,7 +26,7 @@
 //! engine reports for running sequences.
 //!
 //! Invariants ([`SessionScheduler::sanity_check`]): a replica's owned tokens are the sum over its
-//! owners; every waiter waits at exactly one replica; an owner either runs or has an expiry.
+//! owners, and its list of owners by age is complete; every waiter waits at exactly one replica; an owner either runs or has an expiry.
 
 #[cfg(test)]
 mod tests;
@@ -112,6 +117,8 @@ pub enum WaitReason {
     AboveWatermark,
     /// There is room, but an older turn waits for the same replica.
     BehindOlder,
+    /// It is an owner, but older owners have grown to fill the replica.
+    OwnersGrew,
 }
 
 /// The answer to an ask.
@@ -131,12 +138,20 @@ struct Waiter {
     since: Instant,
 }
 
+/// A session that was served.
 #[derive(Debug)]
-struct Owner {
+struct Known {
     replica: ReplicaId,
+    /// Its first turn on the replica: owners of lower numbers are older.
+    order: Ticket,
+    /// Leading tokens that others had cached before it came.
+    shared: u64,
+    /// Tokens of its longest prompt and reply, without the shared ones.
     tokens: u64,
     running: u32,
     idle_since: Instant,
+    /// It owns its tokens; else its grace ran out or it is behind older owners.
+    owns: bool,
 }
 
 #[derive(Debug)]
@@ -149,6 +164,8 @@ struct Running {
 #[derive(Debug, Default)]
 struct Replica {
     owned_tokens: u64,
+    /// Owners by age, with their tokens.
+    owners: BTreeMap<Ticket, u64>,
     running: u32,
     aged_running: u32,
     waiting: BTreeMap<Ticket, Waiter>,
@@ -161,7 +178,7 @@ pub struct SessionScheduler {
     config: SchedulerConfig,
     next_ticket: u64,
     replicas: HashMap<ReplicaId, Replica>,
-    owners: HashMap<SessionId, Owner>,
+    known: HashMap<SessionId, Known>,
     running: HashMap<Ticket, Running>,
     waiting_at: HashMap<Ticket, ReplicaId>,
 }
@@ -173,10 +190,16 @@ impl SessionScheduler {
             config,
             next_ticket: 0,
             replicas: HashMap::new(),
-            owners: HashMap::new(),
+            known: HashMap::new(),
             running: HashMap::new(),
             waiting_at: HashMap::new(),
         }
+    }
+
+    /// Does the answer to this session depend on what is cached of its prompt? The question costs an engine time.
+    pub fn asks_for_residency(&self, session: &SessionId, replica: ReplicaId) -> bool {
+        let owns = |known: &Known| known.owns && known.replica == replica;
+        self.config.enabled && !self.known.get(session).is_some_and(owns)
     }
 
     /// A turn asks. A waiting one stays queued under the ticket; tickets are ordered by age.
@@ -187,7 +210,10 @@ impl SessionScheduler {
         let verdict = self.judge(now, ticket, &ask, now, view);
         match verdict {
             Verdict::Admit(reason) => self.admit(ticket, &ask, reason, now),
-            Verdict::Wait(_) => {
+            Verdict::Wait(reason) => {
+                if reason == WaitReason::OwnersGrew {
+                    self.disown(&ask.session);
+                }
                 self.waiting_at.insert(ticket, ask.replica);
                 let replica = self.replicas.entry(ask.replica).or_default();
                 replica.waiting.insert(ticket, Waiter { ask, since: now });
@@ -248,14 +274,19 @@ impl SessionScheduler {
         };
         replica.running -= 1;
         replica.aged_running -= u32::from(turn.aged);
-        if let Some(owner) = self.owners.get_mut(&turn.session) {
-            if owner.replica == turn.replica && owner.running > 0 {
-                owner.running -= 1;
-                let tokens = tokens.max(owner.tokens);
-                replica.owned_tokens += tokens - owner.tokens;
-                owner.tokens = tokens;
-                if owner.running == 0 {
-                    owner.idle_since = now;
+        let Some(known) = self.known.get_mut(&turn.session) else {
+            return;
+        };
+        if known.replica == turn.replica && known.running > 0 {
+            known.running -= 1;
+            known.tokens = known.tokens.max(tokens.saturating_sub(known.shared));
+            if known.running == 0 {
+                known.idle_since = now;
+            }
+            if known.owns {
+                let old = replica.owners.insert(known.order, known.tokens).unwrap_or(0);
+                replica.owned_tokens += known.tokens - old;
+                if known.running == 0 {
                     replica
                         .expiries
                         .insert((now + self.config.idle_grace, turn.session));
@@ -267,11 +298,12 @@ impl SessionScheduler {
     /// The session is over: what it owned is free.
     pub fn on_session_end(&mut self, session: &SessionId) {
         self.disown(session);
+        self.known.remove(session);
     }
 
     /// The replica is gone or drains. Its waiters are returned: they must ask for another one.
     pub fn on_replica_gone(&mut self, replica: ReplicaId) -> Vec<Ticket> {
-        self.owners.retain(|_, owner| owner.replica != replica);
+        self.known.retain(|_, known| known.replica != replica);
         self.running.retain(|_, turn| turn.replica != replica);
         let state = self.replicas.remove(&replica).unwrap_or_default();
         for ticket in state.waiting.keys() {
@@ -312,25 +344,42 @@ impl SessionScheduler {
         if !self.config.enabled || view.kv_tokens_total == 0 {
             return Verdict::Admit(A::Unscheduled);
         }
-        let owner = self.owners.get(&ask.session);
-        if owner.is_some_and(|owner| owner.replica == ask.replica) {
-            return Verdict::Admit(A::Owner);
+        let known = self
+            .known
+            .get(&ask.session)
+            .filter(|known| known.replica == ask.replica);
+        let state = self.replicas.get(&ask.replica);
+        let (owned, running, aged_running) =
+            state.map_or((0, 0, 0), |r| (r.owned_tokens, r.running, r.aged_running));
+        let mut reason = WaitReason::AboveWatermark;
+        if let Some(known) = known.filter(|known| known.owns) {
+            let need = known.tokens.max(ask.prompt_tokens.saturating_sub(known.shared));
+            let fits = owned - known.tokens + need <= view.kv_tokens_total
+                || state.is_some_and(|r| {
+                    let older = r.owners.range(..known.order).map(|(_, tokens)| *tokens);
+                    older.sum::<u64>() + need <= view.kv_tokens_total
+                });
+            // While one of its turns runs its cache is in use anyway.
+            if fits || known.running > 0 {
+                return Verdict::Admit(A::Owner);
+            }
+            reason = WaitReason::OwnersGrew;
         }
-        let (owned, running, aged_running) = self
-            .replicas
-            .get(&ask.replica)
-            .map_or((0, 0, 0), |r| (r.owned_tokens, r.running, r.aged_running));
+        let owned = owned - known.filter(|known| known.owns).map_or(0, |known| known.tokens);
         if running == 0 && oldest {
             return Verdict::Admit(A::IdleReplica);
         }
         let resident = ask.resident_tokens.min(ask.prompt_tokens);
-        if ask.prompt_tokens > 0
-            && resident as f64 >= self.config.hit_threshold * ask.prompt_tokens as f64
+        let shared = known.map_or(resident, |known| known.shared.min(ask.prompt_tokens));
+        let own = ask.prompt_tokens - shared;
+        if known.is_some_and(|known| !known.owns)
             && resident > 0
+            && resident as f64 >= self.config.hit_threshold * ask.prompt_tokens as f64
+            && owned + own <= view.kv_tokens_total
         {
             return Verdict::Admit(A::PrefixHit);
         }
-        let usage = owned.max(view.kv_tokens_active) + ask.prompt_tokens;
+        let usage = owned.max(view.kv_tokens_active) + own;
         let room = usage as f64 <= self.config.high_watermark * view.kv_tokens_total as f64;
         if room && oldest {
             return Verdict::Admit(A::BelowWatermark);
@@ -342,37 +391,35 @@ impl SessionScheduler {
         if waited >= self.config.deadline {
             return Verdict::Refuse;
         }
-        Verdict::Wait(if room {
-            WaitReason::BehindOlder
-        } else {
-            WaitReason::AboveWatermark
-        })
+        Verdict::Wait(if room { WaitReason::BehindOlder } else { reason })
     }
 
     fn admit(&mut self, ticket: Ticket, ask: &Ask, reason: AdmitReason, now: Instant) {
-        if self
-            .owners
-            .get(&ask.session)
-            .is_some_and(|o| o.replica != ask.replica)
-        {
+        let elsewhere = |known: &Known| known.replica != ask.replica;
+        if self.known.get(&ask.session).is_some_and(elsewhere) {
             self.disown(&ask.session);
+            self.known.remove(&ask.session);
         }
         let replica = self.replicas.entry(ask.replica).or_default();
-        let owner = self.owners.entry(ask.session.clone()).or_insert(Owner {
+        let known = self.known.entry(ask.session.clone()).or_insert(Known {
             replica: ask.replica,
+            order: ticket,
+            shared: ask.resident_tokens.min(ask.prompt_tokens),
             tokens: 0,
             running: 0,
             idle_since: now,
+            owns: false,
         });
-        if owner.running == 0 {
+        if known.owns && known.running == 0 {
             replica
                 .expiries
-                .remove(&(owner.idle_since + self.config.idle_grace, ask.session.clone()));
+                .remove(&(known.idle_since + self.config.idle_grace, ask.session.clone()));
         }
-        owner.running += 1;
-        let tokens = ask.prompt_tokens.max(owner.tokens);
-        replica.owned_tokens += tokens - owner.tokens;
-        owner.tokens = tokens;
+        known.running += 1;
+        known.owns = true;
+        known.tokens = known.tokens.max(ask.prompt_tokens.saturating_sub(known.shared));
+        let old = replica.owners.insert(known.order, known.tokens).unwrap_or(0);
+        replica.owned_tokens += known.tokens - old;
         let aged = reason == AdmitReason::Aged;
         replica.running += 1;
         replica.aged_running += u32::from(aged);
@@ -399,31 +446,33 @@ impl SessionScheduler {
     }
 
     fn disown(&mut self, session: &SessionId) {
-        let Some(owner) = self.owners.remove(session) else {
+        let Some(known) = self.known.get_mut(session).filter(|known| known.owns) else {
             return;
         };
-        if let Some(replica) = self.replicas.get_mut(&owner.replica) {
-            replica.owned_tokens -= owner.tokens;
+        known.owns = false;
+        if let Some(replica) = self.replicas.get_mut(&known.replica) {
+            replica.owned_tokens -= replica.owners.remove(&known.order).unwrap_or(0);
             replica
                 .expiries
-                .remove(&(owner.idle_since + self.config.idle_grace, session.clone()));
+                .remove(&(known.idle_since + self.config.idle_grace, session.clone()));
         }
     }
 
     /// Panics if an invariant of the module documentation does not hold.
     pub fn sanity_check(&self) {
         for (id, replica) in &self.replicas {
-            let owners = || self.owners.iter().filter(|(_, o)| o.replica == *id);
-            let owned: u64 = owners().map(|(_, o)| o.tokens).sum();
+            let owners = || self.known.values().filter(|k| k.replica == *id && k.owns);
+            let owned: u64 = owners().map(|k| k.tokens).sum();
             assert_eq!(replica.owned_tokens, owned, "owned tokens of replica {id}");
-            let idle = owners().filter(|(_, o)| o.running == 0).count();
+            let listed: BTreeMap<Ticket, u64> = owners().map(|k| (k.order, k.tokens)).collect();
+            assert_eq!(replica.owners, listed, "owners of replica {id}");
+            let idle = owners().filter(|k| k.running == 0).count();
             assert_eq!(replica.expiries.len(), idle, "expiries of replica {id}");
             for (at, session) in &replica.expiries {
-                let owner = self.owners.get(session);
-                assert!(
-                    owner.is_some_and(|o| o.running == 0 && o.idle_since + self.config.idle_grace == *at),
-                    "expiry of {session} on replica {id}"
-                );
+                let known = self.known.get(session);
+                let idle =
+                    |k: &Known| k.owns && k.running == 0 && k.idle_since + self.config.idle_grace == *at;
+                assert!(known.is_some_and(idle), "expiry of {session} on replica {id}");
             }
             let running = || self.running.values().filter(|t| t.replica == *id);
             assert_eq!(
@@ -441,10 +490,10 @@ impl SessionScheduler {
         }
         let waiting: usize = self.replicas.values().map(|r| r.waiting.len()).sum();
         assert_eq!(waiting, self.waiting_at.len(), "waiters");
-        for owner in self.owners.values() {
+        for known in self.known.values() {
             assert!(
-                self.replicas.contains_key(&owner.replica),
-                "an owner on a lost replica"
+                self.replicas.contains_key(&known.replica),
+                "a session is known on a lost replica"
             );
         }
     }

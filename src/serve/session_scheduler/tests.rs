@@ -37,7 +37,11 @@ fn owners_go_on_and_cold_sessions_wait_above_the_watermark() {
         "small, but `c` is older"
     );
     let (e, v) = s.on_ask(t0, ask("e", 100, 80), VIEW);
-    assert_eq!(v, Verdict::Admit(AdmitReason::PrefixHit));
+    assert_eq!(
+        v,
+        Verdict::Wait(WaitReason::BehindOlder),
+        "what a new session finds cached is no hit"
+    );
     s.on_turn_end(t0, a, 450);
     let (a2, v) = s.on_ask(t0 + secs(59), ask("a", 500, 0), VIEW);
     assert_eq!(v, Verdict::Admit(AdmitReason::Owner), "within the idle grace");
@@ -57,6 +61,75 @@ fn owners_go_on_and_cold_sessions_wait_above_the_watermark() {
         ]
     );
     assert_eq!(woken[0].0, c);
+    s.sanity_check();
+}
+
+#[test]
+fn a_session_that_comes_back_late_is_admitted_if_its_prefix_is_still_there() {
+    let mut s = SessionScheduler::new(SchedulerConfig::default());
+    let t0 = Instant::now();
+    let (a, _) = s.on_ask(t0, ask("a", 100, 0), VIEW);
+    s.on_turn_end(t0, a, 120);
+    assert!(!s.asks_for_residency(&"a".into(), R) && s.asks_for_residency(&"a".into(), ReplicaId(1)));
+    let later = t0 + secs(61);
+    let (_, v) = s.on_ask(later, ask("b", 800, 0), VIEW);
+    assert_eq!(v, Verdict::Admit(AdmitReason::IdleReplica));
+    let (_, v) = s.on_ask(later, ask("c", 100, 100), VIEW);
+    assert_eq!(
+        v,
+        Verdict::Admit(AdmitReason::BelowWatermark),
+        "all of it is others'"
+    );
+    assert_eq!(
+        s.owned_tokens(R),
+        800,
+        "the grace of `a` is over, and `c` has nothing of its own"
+    );
+    assert!(s.asks_for_residency(&"a".into(), R));
+    let (cold, v) = s.on_ask(later, ask("a", 150, 119), VIEW);
+    assert_eq!(
+        v,
+        Verdict::Wait(WaitReason::AboveWatermark),
+        "less than the threshold"
+    );
+    s.on_turn_end(later, cold, 0);
+    let (_, v) = s.on_ask(later, ask("a", 150, 120), VIEW);
+    assert_eq!(v, Verdict::Admit(AdmitReason::PrefixHit));
+    s.sanity_check();
+}
+
+#[test]
+fn owners_that_outgrow_the_replica_wait_for_older_ones() {
+    let mut s = SessionScheduler::new(SchedulerConfig::default());
+    let t0 = Instant::now();
+    let admit = |s: &mut SessionScheduler, name: &str, tokens: u64| {
+        let (ticket, verdict) = s.on_ask(t0, ask(name, tokens, 0), VIEW);
+        assert!(matches!(verdict, Verdict::Admit(_)), "{name}: {verdict:?}");
+        ticket
+    };
+    let first: Vec<Ticket> = ["old", "middle", "young"].map(|n| admit(&mut s, n, 250)).into();
+    first.iter().for_each(|t| s.on_turn_end(t0, *t, 260));
+    // They grow: 400 each are more than 1,000.
+    let old = admit(&mut s, "old", 400);
+    let middle = admit(&mut s, "middle", 400);
+    let (young, v) = s.on_ask(t0, ask("young", 400, 260), VIEW);
+    assert_eq!(v, Verdict::Wait(WaitReason::OwnersGrew));
+    assert_eq!(s.owned_tokens(R), 800, "what waits owns nothing");
+    s.on_turn_end(t0, old, 410);
+    s.on_turn_end(t0, middle, 410);
+    let middle = admit(&mut s, "middle", 450);
+    assert!(s.reconsider(t0, R, VIEW).is_empty());
+    s.on_session_end(&"old".into());
+    assert_eq!(
+        s.reconsider(t0, R, VIEW),
+        [(young, Verdict::Admit(AdmitReason::BelowWatermark))]
+    );
+    s.on_turn_end(t0, young, 430);
+    // Age is kept: it is still the younger one of the two.
+    s.on_turn_end(t0, middle, 470);
+    admit(&mut s, "middle", 600);
+    let (_, v) = s.on_ask(t0, ask("young", 450, 0), VIEW);
+    assert_eq!(v, Verdict::Wait(WaitReason::OwnersGrew));
     s.sanity_check();
 }
 
@@ -283,7 +356,9 @@ fn simulate(config: SchedulerConfig, load: &[Arrival]) -> Vec<(u64, usize, Verdi
                 running.push((now + arrival.secs, ticket, arrival.prompt));
             }
         }
-        s.sanity_check();
+        if now % 16 == 0 {
+            s.sanity_check();
+        }
         now += 1;
     }
     ends

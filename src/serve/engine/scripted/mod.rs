@@ -8,6 +8,7 @@
 mod file;
 #[cfg(test)]
 mod tests;
+mod timer;
 
 pub use file::{read_replies, ReplyFileError};
 
@@ -186,7 +187,7 @@ impl Shared {
             };
             if !delay.is_zero() {
                 tokio::select! {
-                    () = tokio::time::sleep(delay) => {}
+                    () = timer::sleep(delay) => {}
                     () = abort.notified() => { reason = FinishReason::Abort; break }
                     () = events.closed() => { reason = FinishReason::Abort; break }
                 }
