@@ -272,6 +272,8 @@ impl Job {
             match end {
                 Ok((generated, reply)) => {
                     captured.turns += 1;
+                    // The agent made its history shorter and went on.
+                    captured.context_overflow = false;
                     captured.prompt_tokens += prompt_tokens as u64;
                     captured.completion_tokens += reply.tokens.len() as u64;
                     captured.malformed_tool_calls += u32::from(reply.malformed);
