@@ -49,7 +49,7 @@ pub async fn serve(
             extras,
         } = ask;
         if spec.parse_tools && proxy.format.needs_schema() {
-            spec.schema = tools.map(|tools| tools.tools()).transpose()?.unwrap_or_default();
+            spec.schema = tools.map(|tools| proxy.renderer.tools(tools)).transpose()?;
         }
         let asked = Asked {
             items: &items,
@@ -111,7 +111,7 @@ pub async fn count_tokens(
         for item in &ask.items {
             messages.extend(item.messages().map_err(|e| locate(&body, e.into()))?);
         }
-        let tools = ask.tools.map(|tools| tools.tools()).transpose()?;
+        let tools = ask.tools.map(|tools| shared.renderer.tools(tools)).transpose()?;
         let tokens = shared
             .renderer
             .full(&messages, tools.as_deref(), usize::MAX)

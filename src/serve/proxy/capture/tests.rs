@@ -478,6 +478,38 @@ fn other_tools_are_another_conversation() {
 }
 
 #[test]
+fn a_tool_list_is_read_once_and_forms_are_told_apart() {
+    let r = renderer();
+    let raw = r#"[{"type": "function", "name": "run", "function": {"name": "run"}, "input_schema": {"type": "object"}}]"#;
+    let read = |form| {
+        r.tools(Item {
+            form,
+            raw: raw.as_bytes(),
+        })
+        .unwrap()
+    };
+    let (chat, anthropic) = (read(Form::Chat), read(Form::Anthropic));
+    assert_ne!(chat.list, anthropic.list);
+    for n in 0..20 {
+        let other = format!("[{{\"type\": \"function\", \"function\": {{\"name\": \"f{n}\"}}}}]");
+        let other = Item {
+            form: Form::Chat,
+            raw: other.as_bytes(),
+        };
+        assert_eq!(
+            r.tools(other).unwrap().list[0]["function"]["name"],
+            format!("f{n}")
+        );
+    }
+    assert!(Arc::ptr_eq(&chat, &read(Form::Chat)) && Arc::ptr_eq(&anthropic, &read(Form::Anthropic)));
+    let wrong = Item {
+        form: Form::Chat,
+        raw: b"{}",
+    };
+    assert!(r.tools(wrong).is_err() && r.tools(wrong).is_err());
+}
+
+#[test]
 fn templates_that_cannot_be_extended_are_refused_with_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     testing::write_folder(dir.path());
@@ -558,13 +590,17 @@ fn real_templates_can_be_extended_turn_by_turn() {
             reply.clone(),
             result.clone(),
         ];
-        let tools = tools().unwrap();
-        let tools = tools.as_array().map(Vec::as_slice);
+        let raw = tools().unwrap().to_string();
+        let item = Item {
+            form: Form::Chat,
+            raw: raw.as_bytes(),
+        };
+        let tools = r.tools(item).unwrap();
         let suffix = r.suffix(&reply, true, &[result], 1 << 20).unwrap();
-        let full = r.full(&all, tools, 1 << 20).unwrap();
+        let full = r.full(&all, Some(&tools), 1 << 20).unwrap();
         assert!(full.ends_with(&suffix), "{name}");
         all.truncate(2);
-        let begin = r.full(&all, tools, 1 << 20).unwrap();
+        let begin = r.full(&all, Some(&tools), 1 << 20).unwrap();
         let common = begin.iter().zip(&full).take_while(|(a, b)| a == b).count();
         // Thinking templates open a thought in the generation prompt that history does not repeat.
         assert!(begin.len() - common <= 4, "{name}: {common} of {}", begin.len());

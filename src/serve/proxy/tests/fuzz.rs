@@ -136,8 +136,8 @@ fn count(body: &[u8]) -> Result<usize, ApiError> {
     for item in &ask.items {
         messages.extend(item.messages()?);
     }
-    let tools = ask.tools.map(|tools| tools.tools()).transpose()?;
     let renderer = &server().proxy.shared.renderer;
+    let tools = ask.tools.map(|tools| renderer.tools(tools)).transpose()?;
     let tokens = renderer.full(&messages, tools.as_deref(), usize::MAX);
     Ok(tokens.map_err(capture::CaptureError::from)?.len())
 }
