@@ -13,7 +13,8 @@
 //! every call: 12 KB of system prompt, 20 KB of tools, a tool result of 1 to 4 KB a turn (2.5 KB in
 //! `growth`), and gets 64 tokens with a tool call. Texts are pieces of this program's own source, with a new number
 //! in every tenth line. The client checks every reply, and at the end the record of every session. CPU
-//! time and memory are the proxy's, engine included, by its CPU clock and /proc.
+//! time and memory are the proxy's, engine included, by its CPU clock and /proc. Where the engine takes time,
+//! the sessions begin evenly spread over one engine time.
 //!
 //! | Scenario | Figures |
 //! |---|---|
@@ -536,14 +537,20 @@ async fn drive(
         open.push(Session::open(&server.address, &tools, seed).await?);
     }
     let (start, cpu) = (Instant::now(), server.cpu_secs()?);
-    let runs = open.into_iter().map(|mut session| async move {
-        let mut times = Vec::new();
-        for turn in 0..turns {
-            let bytes = 1000 + (session.seed * 7 + turn * 13) % 31 * 100;
-            times.push(session.turn(bytes).await?);
-        }
-        Ok::<_, Box<dyn Error>>((times, session))
-    });
+    let runs = open
+        .into_iter()
+        .enumerate()
+        .map(|(number, mut session)| async move {
+            let mut times = Vec::new();
+            // Agents do not march in step: they begin within one turn of each other.
+            let pause = Duration::from_millis(engine_ms as u64) * number as u32 / sessions as u32;
+            tokio::time::sleep(pause).await;
+            for turn in 0..turns {
+                let bytes = 1000 + (session.seed * 7 + turn * 13) % 31 * 100;
+                times.push(session.turn(bytes).await?);
+            }
+            Ok::<_, Box<dyn Error>>((times, session))
+        });
     let done = futures::future::try_join_all(runs).await?;
     let (wall, cpu) = (start.elapsed().as_secs_f64(), server.cpu_secs()? - cpu);
     let calls = (sessions * turns) as f64;

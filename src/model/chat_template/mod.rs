@@ -71,6 +71,21 @@ pub struct ChatTemplate {
 
 const NAME: &str = "chat_template";
 
+/// A list of tools as templates take it; made once for many renderings.
+#[derive(Debug)]
+pub struct Tools(JinjaValue);
+
+impl Tools {
+    /// From OpenAI form; an empty list is none.
+    pub fn new(list: &[Value]) -> Self {
+        Self(if list.is_empty() {
+            JinjaValue::from(())
+        } else {
+            JinjaValue::from_serialize(list)
+        })
+    }
+}
+
 impl ChatTemplate {
     /// Reads `chat_template.jinja`, or else `chat_template` of `tokenizer_config.json` (a string, or a
     /// list of named ones of which `default` counts).
@@ -186,15 +201,23 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<String, TemplateError> {
+        let tools = Tools::new(tools.unwrap_or_default());
+        self.render_tools(messages, &tools, add_generation_prompt, variables)
+    }
+
+    /// [`ChatTemplate::render_with`] with tools that were made before.
+    pub fn render_tools(
+        &self,
+        messages: &[Value],
+        tools: &Tools,
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<String, TemplateError> {
         let messages = messages.iter().map(normalize).collect::<Result<Vec<_>, _>>()?;
         let template = self
             .environment
             .get_template(NAME)
             .map_err(|error| TemplateError::Render(describe(&error)))?;
-        let tools = match tools {
-            Some(list) if !list.is_empty() => JinjaValue::from_serialize(list),
-            _ => JinjaValue::from(()),
-        };
         let mut context: HashMap<&str, JinjaValue> = HashMap::new();
         for (name, text) in &self.named_tokens {
             context.insert(name, JinjaValue::from(text.as_str()));
@@ -203,7 +226,7 @@ impl ChatTemplate {
             context.insert(name, JinjaValue::from_serialize(value));
         }
         context.insert("messages", JinjaValue::from_serialize(&messages));
-        context.insert("tools", tools);
+        context.insert("tools", tools.0.clone());
         context.insert("documents", JinjaValue::from(()));
         context.insert("add_generation_prompt", JinjaValue::from(add_generation_prompt));
         template.render(context).map_err(|error| {

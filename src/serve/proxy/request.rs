@@ -28,13 +28,13 @@ pub enum Source {
     Done(Arc<Finished>),
 }
 
-/// Serves one request. `sub_agent`: the agent says that a sub-agent asks.
+/// Serves one request. `sub_agent`: the agent says that a sub-agent asks; a number for which one.
 pub async fn serve(
     protocol: Protocol,
     shared: Arc<Shared>,
     session: Arc<Session>,
     body: Bytes,
-    sub_agent: bool,
+    sub_agent: Option<u64>,
 ) -> Result<Response, ApiError> {
     session.check_open()?;
     let seen = session.seen_bytes.fetch_max(body.len(), Ordering::Relaxed);
@@ -49,7 +49,7 @@ pub async fn serve(
             extras,
         } = ask;
         if spec.parse_tools && proxy.format.needs_schema() {
-            spec.schema = tools.map(|tools| tools.tools()).transpose()?.unwrap_or_default();
+            spec.schema = tools.map(|tools| proxy.renderer.tools(tools)).transpose()?;
         }
         let asked = Asked {
             items: &items,
@@ -111,7 +111,7 @@ pub async fn count_tokens(
         for item in &ask.items {
             messages.extend(item.messages().map_err(|e| locate(&body, e.into()))?);
         }
-        let tools = ask.tools.map(|tools| tools.tools()).transpose()?;
+        let tools = ask.tools.map(|tools| shared.renderer.tools(tools)).transpose()?;
         let tokens = shared
             .renderer
             .full(&messages, tools.as_deref(), usize::MAX)

@@ -5,7 +5,7 @@
 //! removed (counted as aborted); the session is closed and the turn is removed.
 
 use super::{
-    capture::NodeId,
+    capture::{NodeId, ToolList},
     error::ApiError,
     live::{self, End, Ending, Finished, Live},
     router::{Generated, RouteError},
@@ -20,7 +20,6 @@ use crate::{
         tool_calls::{Piece, ReplyParser, Thinking, ToolCallFormat},
     },
 };
-use serde_json::Value;
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     sync::{
@@ -42,8 +41,8 @@ pub struct TurnSpec {
     pub parse_tools: bool,
     /// The request asks for the prompt's token ids.
     pub echo_prompt: bool,
-    /// The tools in OpenAI form, for parsers that need them ([`ToolCallFormat::needs_schema`]).
-    pub schema: Vec<Value>,
+    /// The tools, for parsers that need them ([`ToolCallFormat::needs_schema`]).
+    pub schema: Option<Arc<ToolList>>,
     /// What ids of tool calls begin with.
     pub call_prefix: &'static str,
 }
@@ -356,7 +355,14 @@ impl ReplyText {
         let thinking = job.shared.renderer.thinking(&job.live.prompt);
         Self {
             decode: DecodeStream::new(),
-            parser: ReplyParser::new(format, job.request.schema.clone(), thinking),
+            parser: ReplyParser::new(
+                format,
+                job.request
+                    .schema
+                    .as_ref()
+                    .map_or(Vec::new(), |tools| tools.list.clone()),
+                thinking,
+            ),
             stop: job.request.stop.clone(),
             stopped: None,
             held: String::new(),

@@ -33,7 +33,7 @@ mod wire;
 pub use branches::{branches, trainable};
 pub use canonical::Canonical;
 pub use known::KnownMessages;
-pub use renderer::{RenderError, Renderer};
+pub use renderer::{RenderError, Renderer, ToolList};
 pub use surrogates::parse_json;
 pub use wire::{is_reply_item, Form, Item};
 
@@ -125,8 +125,8 @@ struct Reply {
 struct Root {
     tools: Option<Stored>,
     node: NodeId,
-    /// The agent said that this is a sub-agent's conversation.
-    sub_agent: bool,
+    /// The agent said that this is a sub-agent's conversation; a number for the sub-agent.
+    sub_agent: Option<u64>,
 }
 
 /// A request that cannot be placed.
@@ -152,8 +152,9 @@ pub struct Asked<'a> {
     pub tools: Option<Item<'a>>,
     /// Stands for all else that shapes its reply: the same messages with other options are another turn.
     pub options: u64,
-    /// The agent says that a sub-agent asks.
-    pub sub_agent: bool,
+    /// The agent says that a sub-agent asks; a number for which one. Two that ask the same are not one
+    /// that asks again.
+    pub sub_agent: Option<u64>,
     /// A prompt of certainly more tokens is refused.
     pub limit: usize,
 }
@@ -186,6 +187,11 @@ fn parse(raw: &[u8]) -> Result<Value, CaptureError> {
     parse_json(raw).map_err(|error| CaptureError::Json(error.to_string()))
 }
 
+/// Tool lists that only differ in form.
+fn same_tools(renderer: &Renderer, a: Item<'_>, b: Item<'_>) -> Result<bool, CaptureError> {
+    Ok(renderer.tools(a)?.list == renderer.tools(b)?.list)
+}
+
 impl Tree {
     /// Places a request.
     pub fn place(&mut self, renderer: &Renderer, asked: &Asked<'_>) -> Result<Place, CaptureError> {
@@ -194,10 +200,13 @@ impl Tree {
         let mut used = 0;
         let mut open = Vec::new();
         for root in &mut self.roots {
+            if root.sub_agent != asked.sub_agent {
+                continue;
+            }
             let same = match (&mut root.tools, asked.tools) {
                 (None, None) => true,
                 (Some(stored), Some(tools)) if stored.form == tools.form && *stored.raw == *tools.raw => true,
-                (Some(stored), Some(tools)) if stored.item().tools()? == tools.tools()? => {
+                (Some(stored), Some(tools)) if same_tools(renderer, stored.item(), tools)? => {
                     *stored = Stored::new(tools);
                     true
                 }
@@ -266,7 +275,7 @@ impl Tree {
         }
         let tokens = match parent {
             None => {
-                let tools = asked.tools.map(|tools| tools.tools()).transpose()?;
+                let tools = asked.tools.map(|tools| renderer.tools(tools)).transpose()?;
                 renderer.full(&values, tools.as_deref(), asked.limit)?
             }
             Some(id) => {
@@ -326,14 +335,26 @@ impl Tree {
             };
             self.nodes[*id].delta_tokens.len() + reply
         };
-        let mut tokens = Vec::with_capacity(path.iter().map(length).sum());
+        let total = path.iter().map(length).sum();
+        // Made in place: a long prompt is written once and not copied again.
+        let mut prompt: Arc<[u32]> = std::iter::repeat_n(0, total).collect();
+        let mut rest = Arc::get_mut(&mut prompt).unwrap_or_default();
         for id in path {
-            tokens.extend_from_slice(&self.nodes[id].delta_tokens);
+            let given = &self.nodes[id].delta_tokens;
+            let (to, after) = std::mem::take(&mut rest).split_at_mut(given.len());
+            to.copy_from_slice(given);
+            rest = after;
             if id != node {
-                tokens.extend(self.nodes[id].sampled.iter().map(|t| t.id));
+                let sampled = &self.nodes[id].sampled;
+                let (to, after) = std::mem::take(&mut rest).split_at_mut(sampled.len());
+                to.iter_mut()
+                    .zip(sampled.iter())
+                    .for_each(|(to, token)| *to = token.id);
+                rest = after;
             }
         }
-        tokens.into()
+        debug_assert!(rest.is_empty());
+        prompt
     }
 
     /// The turn's reply is complete: tokens as sampled, and the message as it is sent to the agent.

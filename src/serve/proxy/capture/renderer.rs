@@ -13,12 +13,14 @@
 //! assistant turn. [`Renderer::new`] finds the end-of-turn token and checks that property on probe
 //! conversations; a template that fails is refused with the reason.
 
+use super::{CaptureError, Form, Item};
 use crate::model::{
-    chat_template::{ChatTemplate, TemplateError},
+    chat_template::{ChatTemplate, TemplateError, Tools},
     tokenizer::{Tokenizer, TokenizerError},
     tool_calls::Thinking,
 };
 use serde_json::{json, Map, Value};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Stands for the content of a sampled reply.
 const MARKER: &str = "reply-8c1f4e";
@@ -50,6 +52,24 @@ pub enum RenderError {
     NotExtensible(String),
 }
 
+/// A tool list, read.
+#[derive(Debug)]
+pub struct ToolList {
+    /// In OpenAI form.
+    pub list: Vec<Value>,
+    /// As the template takes it, with special tokens shielded.
+    rendered: Tools,
+}
+
+/// Tool lists that are remembered: all sessions of an agent send the same few.
+const TOOL_LISTS: usize = 32;
+
+struct Remembered {
+    form: Form,
+    raw: Box<[u8]>,
+    list: Arc<ToolList>,
+}
+
 /// See the module documentation.
 pub struct Renderer {
     template: ChatTemplate,
@@ -61,6 +81,8 @@ pub struct Renderer {
     system_anywhere: bool,
     /// Ids of `<think>` and `</think>`, if the template knows them.
     think: Option<[u32; 2]>,
+    /// The one that was used last is the first.
+    tools: Mutex<Vec<Remembered>>,
 }
 
 /// The end of a prompt in which `<think>` may stand.
@@ -82,6 +104,7 @@ impl Renderer {
             end_text: String::new(),
             system_anywhere: true,
             think: None,
+            tools: Mutex::default(),
         };
         if this.template.source().contains("<think>") {
             let id = |token| this.tokenizer.token_to_id(token);
@@ -188,15 +211,44 @@ impl Renderer {
         self.end_of_turn
     }
 
+    /// Reads a tool list; one that was read lately is not read again.
+    pub fn tools(&self, item: Item<'_>) -> Result<Arc<ToolList>, CaptureError> {
+        let lock = || self.tools.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let mut lists = lock();
+            let known = lists
+                .iter()
+                .position(|known| known.form == item.form && *known.raw == *item.raw);
+            if let Some(at) = known {
+                lists[..=at].rotate_right(1);
+                return Ok(lists[0].list.clone());
+            }
+        }
+        let list = item.tools()?;
+        let shielded: Vec<Value> = list.iter().map(|t| self.tokenizer.shield_json(t)).collect();
+        let rendered = Tools::new(&shielded);
+        let list = Arc::new(ToolList { list, rendered });
+        let mut lists = lock();
+        lists.truncate(TOOL_LISTS - 1);
+        let remembered = Remembered {
+            form: item.form,
+            raw: item.raw.into(),
+            list: list.clone(),
+        };
+        lists.insert(0, remembered);
+        Ok(list)
+    }
+
     /// Tokens of a whole conversation up to where the assistant begins. Texts that certainly have more
     /// than `limit` tokens are refused before they are encoded to the end.
     pub fn full(
         &self,
         messages: &[Value],
-        tools: Option<&[Value]>,
+        tools: Option<&ToolList>,
         limit: usize,
     ) -> Result<Vec<u32>, RenderError> {
-        let text = self.text(messages, tools, true)?;
+        let none = Tools::new(&[]);
+        let text = self.text_with(messages, tools.map_or(&none, |tools| &tools.rendered), true)?;
         self.precount(&text, limit)?;
         Ok(self.tokenizer.encode_shared(&text)?)
     }
@@ -259,17 +311,29 @@ impl Renderer {
         tools: Option<&[Value]>,
         generation_prompt: bool,
     ) -> Result<String, RenderError> {
+        let tools: Vec<Value> = tools
+            .unwrap_or_default()
+            .iter()
+            .map(|t| self.tokenizer.shield_json(t))
+            .collect();
+        self.text_with(messages, &Tools::new(&tools), generation_prompt)
+    }
+
+    fn text_with(
+        &self,
+        messages: &[Value],
+        tools: &Tools,
+        generation_prompt: bool,
+    ) -> Result<String, RenderError> {
         let mut messages: Vec<Value> = messages.iter().map(|m| self.tokenizer.shield_json(m)).collect();
         if !self.system_anywhere {
             for message in messages.iter_mut().skip(1).filter(|m| m["role"] == "system") {
                 message["role"] = json!("user");
             }
         }
-        let tools: Option<Vec<Value>> =
-            tools.map(|list| list.iter().map(|t| self.tokenizer.shield_json(t)).collect());
         Ok(self
             .template
-            .render_with(&messages, tools.as_deref(), generation_prompt, &self.variables)?)
+            .render_tools(&messages, tools, generation_prompt, &self.variables)?)
     }
 }
 

@@ -47,7 +47,7 @@ impl Session {
             items: &items,
             tools: tools.as_deref().map(|raw| item(raw.as_bytes())),
             options: self.options,
-            sub_agent: false,
+            sub_agent: None,
             limit: 1 << 20,
         };
         self.tree.place(&self.renderer, &asked).unwrap()
@@ -250,7 +250,7 @@ fn kinds_of_conversations_beside_the_main_one() {
             raw: tool_text.as_bytes(),
         }),
         options: 0,
-        sub_agent: true,
+        sub_agent: Some(1),
         limit: 1 << 20,
     };
     let Place::New { node, .. } = s.tree.place(&s.renderer, &asked).unwrap() else {
@@ -263,6 +263,17 @@ fn kinds_of_conversations_beside_the_main_one() {
     };
     s.tree
         .commit(&s.renderer, node, Arc::new([token]), assistant("x"));
+    // The same one asks again; then another one asks the same.
+    let again = s.tree.place(&s.renderer, &asked).unwrap();
+    assert!(matches!(again, Place::Known(known) if known == node));
+    let other = Asked {
+        sub_agent: Some(2),
+        ..asked
+    };
+    let Place::New { node: twin, .. } = s.tree.place(&s.renderer, &other).unwrap() else {
+        panic!("two sub-agents share a turn")
+    };
+    s.tree.remove(twin);
     // After a compaction the same agent begins anew.
     s.turn(
         &[system("you are an agent"), user("so far: one")],
@@ -467,6 +478,38 @@ fn other_tools_are_another_conversation() {
 }
 
 #[test]
+fn a_tool_list_is_read_once_and_forms_are_told_apart() {
+    let r = renderer();
+    let raw = r#"[{"type": "function", "name": "run", "function": {"name": "run"}, "input_schema": {"type": "object"}}]"#;
+    let read = |form| {
+        r.tools(Item {
+            form,
+            raw: raw.as_bytes(),
+        })
+        .unwrap()
+    };
+    let (chat, anthropic) = (read(Form::Chat), read(Form::Anthropic));
+    assert_ne!(chat.list, anthropic.list);
+    for n in 0..20 {
+        let other = format!("[{{\"type\": \"function\", \"function\": {{\"name\": \"f{n}\"}}}}]");
+        let other = Item {
+            form: Form::Chat,
+            raw: other.as_bytes(),
+        };
+        assert_eq!(
+            r.tools(other).unwrap().list[0]["function"]["name"],
+            format!("f{n}")
+        );
+    }
+    assert!(Arc::ptr_eq(&chat, &read(Form::Chat)) && Arc::ptr_eq(&anthropic, &read(Form::Anthropic)));
+    let wrong = Item {
+        form: Form::Chat,
+        raw: b"{}",
+    };
+    assert!(r.tools(wrong).is_err() && r.tools(wrong).is_err());
+}
+
+#[test]
 fn templates_that_cannot_be_extended_are_refused_with_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     testing::write_folder(dir.path());
@@ -547,13 +590,17 @@ fn real_templates_can_be_extended_turn_by_turn() {
             reply.clone(),
             result.clone(),
         ];
-        let tools = tools().unwrap();
-        let tools = tools.as_array().map(Vec::as_slice);
+        let raw = tools().unwrap().to_string();
+        let item = Item {
+            form: Form::Chat,
+            raw: raw.as_bytes(),
+        };
+        let tools = r.tools(item).unwrap();
         let suffix = r.suffix(&reply, true, &[result], 1 << 20).unwrap();
-        let full = r.full(&all, tools, 1 << 20).unwrap();
+        let full = r.full(&all, Some(&tools), 1 << 20).unwrap();
         assert!(full.ends_with(&suffix), "{name}");
         all.truncate(2);
-        let begin = r.full(&all, tools, 1 << 20).unwrap();
+        let begin = r.full(&all, Some(&tools), 1 << 20).unwrap();
         let common = begin.iter().zip(&full).take_while(|(a, b)| a == b).count();
         // Thinking templates open a thought in the generation prompt that history does not repeat.
         assert!(begin.len() - common <= 4, "{name}: {common} of {}", begin.len());
@@ -623,7 +670,7 @@ proptest! {
                 prop_assert!(length.is_none_or(|n| n == text.len()), "{text}: {length:?}");
                 at += text.len() + 3;
             }
-            let asked = Asked { items: &items, tools: None, options: 0, sub_agent: false, limit: 1 << 20 };
+            let asked = Asked { items: &items, tools: None, options: 0, sub_agent: None, limit: 1 << 20 };
             let Place::New { node, prompt } = tree.place(renderer, &asked).unwrap() else {
                 continue;
             };

@@ -66,7 +66,7 @@ pub(super) fn read<'b>(body: &'b [u8], known: &mut dyn Known) -> Result<Ask<'b>,
             parse_tools: tools.is_some() && !no_calls,
             echo_prompt: false,
             call_prefix: "toolu_",
-            schema: Vec::new(),
+            schema: None,
         },
         tools,
         extras: Extras {

@@ -122,7 +122,7 @@ fn place(tree: &mut Tree, protocol: Protocol, body: &[u8]) -> Result<(), ApiErro
         items: &ask.items,
         tools: ask.tools,
         options: ask.spec.options(),
-        sub_agent: false,
+        sub_agent: None,
         limit: 4000,
     };
     tree.place(renderer, &asked)?;
@@ -136,8 +136,8 @@ fn count(body: &[u8]) -> Result<usize, ApiError> {
     for item in &ask.items {
         messages.extend(item.messages()?);
     }
-    let tools = ask.tools.map(|tools| tools.tools()).transpose()?;
     let renderer = &server().proxy.shared.renderer;
+    let tools = ask.tools.map(|tools| renderer.tools(tools)).transpose()?;
     let tokens = renderer.full(&messages, tools.as_deref(), usize::MAX);
     Ok(tokens.map_err(capture::CaptureError::from)?.len())
 }
