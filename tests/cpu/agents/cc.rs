@@ -199,7 +199,8 @@ fn cc_survives_a_policy_that_answers_nonsense() {
 #[test]
 fn probe_cc_echo() {
     let cc = cc().unwrap();
-    let outcome = scripted("copy-01", cc, Markup::Qwen3Coder, &Limits::default(), |asked| match asked.replies() {
+    let outcome = scripted("copy-01", cc, Markup::Qwen3Coder, &Limits::default(), |asked| {
+        match asked.replies() {
         0 => Turn::calls("Bash", json!({"command": "cd /app && ls -la", "timeout": "5000", "extra": "x"}))
             .and("Write", json!({"file_path": "/app/x.py", "content": "a = 1   \n\n  b = 2\t\n"}))
             .and("Bash", json!({"command": "find . -name '*.txt' -exec echo {} \\\\;"}))
@@ -213,6 +214,7 @@ fn probe_cc_echo() {
             .and("Edit", json!({"file_path": "daisy.txt", "old_string": "olive", "new_string": "olives", "replace_all": "true"}))
             .and("Bash", json!({"command": "  ls  \n"})),
         _ => Turn::says("Done."),
+    }
     });
     for e in &outcome.exchanges {
         for m in e.json()["messages"].as_array().unwrap() {
