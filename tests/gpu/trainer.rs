@@ -12,7 +12,7 @@ use legorl::{
 };
 use tch::Tensor;
 
-fn config(backward: BackwardMode) -> TrainerConfig {
+pub fn config(backward: BackwardMode) -> TrainerConfig {
     TrainerConfig {
         objective: Objective {
             policy_loss: PolicyLoss::from_mode("vanilla", 0.2, 0.2, 3.0).unwrap(),
@@ -42,7 +42,7 @@ fn config(backward: BackwardMode) -> TrainerConfig {
     }
 }
 
-fn batch(step: u32) -> TrainBatch {
+pub fn batch(step: u32) -> TrainBatch {
     let trajectory = |i: usize| {
         let length = 40 + 13 * i;
         let sampled: Vec<bool> = (0..length).map(|t| t > 8 && t % 5 != 0).collect();
