@@ -112,7 +112,7 @@ fn ohsdk_sums_up_when_the_proxy_says_that_the_context_is_full() {
         kinds,
         [
             (BranchKind::Main, true),
-            (BranchKind::Side, false),
+            (BranchKind::Summary, false),
             (BranchKind::Compaction, true)
         ],
         "{}",

@@ -138,13 +138,14 @@ fn terminus2_hands_over_when_its_context_is_full() {
         .map(|branch| (branch.kind, branch.trainable))
         .collect();
     kinds.sort_by_key(|(kind, _)| format!("{kind:?}"));
-    // Summary and answers go on with the main conversation; the questions are asked without it.
+    // Summary and answers are asked for in the main conversation, the questions without it.
     assert_eq!(
         kinds,
         [
             (BranchKind::Compaction, true),
             (BranchKind::Main, true),
-            (BranchKind::Side, false)
+            (BranchKind::Side, false),
+            (BranchKind::Summary, false)
         ],
         "{}",
         outcome.story()
