@@ -39,6 +39,8 @@ export LEGORL_FUZZ_CASES=${LEGORL_FUZZ_CASES:-1000000}
   echo
   echo '```'
 } >"$report"
+# Agents in Python: their runtimes are half a gigabyte and more, so that only this list needs them.
+setup/runtimes.sh ohsdk oh terminus2 || echo "the tests of agents whose runtime is missing will fail; LEGORL_OFFLINE=1 leaves them out"
 # References from Python, and inputs by the million for the property tests.
 eval "$(setup/references.sh)"
 export LEGORL_FUZZ_CASES=${LEGORL_FUZZ_CASES:-1000000}

@@ -192,6 +192,7 @@ fn config(budget: usize, backward: BackwardMode) -> TrainerConfig {
         max_grad_norm: 1.0,
         max_response_len: budget,
         num_threads: 4,
+        replay: None,
         backward,
     }
 }
@@ -220,6 +221,7 @@ fn batch(step: u32, count: usize, length: usize, vocab: usize) -> TrainBatch {
             loss_mask: (0..length).map(|t| t > 0).collect(),
             prompt_len: 1,
             weight: 1.0,
+            routing: None,
         }],
         turns: 1,
         malformed_tool_calls: 0,

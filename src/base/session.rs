@@ -73,7 +73,7 @@ pub struct CapturedSession {
     pub aborted: u32,
     /// Replies whose tool call could not be parsed.
     pub malformed_tool_calls: u32,
-    /// A request exceeded the context window.
+    /// A request exceeded the context window, and no later one was answered: the agent did not sum up and go on.
     pub context_overflow: bool,
     /// A request was answered with a notice because `max_turns` was reached.
     pub turn_limit_hit: bool,

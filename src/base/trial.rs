@@ -80,7 +80,7 @@ pub enum StopReason {
     MaxTurnsReached,
     /// The agent's time limit passed.
     Timeout,
-    /// The context window was exceeded.
+    /// The context window was exceeded, and the agent did not go on after that.
     Overlong,
     /// The agent ended with an error of its own; the verifier still judged the sandbox.
     AgentCrash,

@@ -1,7 +1,7 @@
 //! The demo from the starting policy to its last step: does it learn, are its numbers exact, and does
 //! the proxy answer meanwhile?
 
-use crate::support::{demo_inputs, long, skip, Experiment, Turn};
+use crate::support::{demo_inputs, demo_inputs_of, long, skip, Experiment, Turn};
 use std::{
     io::{Read, Write},
     net::TcpStream,
@@ -183,6 +183,34 @@ fn the_demo_learns_with_ppo_and_with_gspo() {
             assert!((value - target).abs() < 0.2, "{value} {target}");
         } else {
             assert_eq!(last["actor/updates"], 2.0);
+        }
+    }
+}
+
+/// Mixtures of experts, dense attention and the hybrid, with the experts of the rollout replayed.
+#[test]
+fn the_demo_learns_as_a_mixture_of_experts_with_routing_replay() {
+    if !long() {
+        return skip(
+            "learning as a mixture of experts",
+            "it takes several minutes a run; make test-long runs it",
+        );
+    }
+    let _turn = Turn::take();
+    for model_type in ["qwen3_moe", "qwen3_5_moe"] {
+        let inputs = demo_inputs_of(model_type, 1);
+        let experiment = Experiment::new(&format!("demo-{model_type}"), "configs/demo.env", &inputs);
+        experiment.finish(Duration::from_secs(3600));
+        check_learning(&experiment, model_type);
+        check_correlation(&experiment, model_type);
+        for (step, row) in experiment.metrics() {
+            if row.contains_key(REWARD) {
+                let coverage = row["training/r3_coverage"];
+                assert!(
+                    coverage >= 0.999,
+                    "{model_type}: step {step} replays {coverage} of the tokens"
+                );
+            }
         }
     }
 }

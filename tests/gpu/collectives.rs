@@ -87,6 +87,11 @@ fn nccl_gives_what_messages_give() {
             .iter()
             .zip(want.iter().zip(&got))
         {
+            assert_eq!(want.size(), got.size(), "{name} {kind:?}");
+            // A rank alone exchanges nothing.
+            if want.numel() == 0 {
+                continue;
+            }
             let gap = (want - got).abs().max().double_value(&[]);
             // Only sums of more than two numbers may round in another order; bf16 rounds each sum.
             let bound = match kind {

@@ -50,6 +50,13 @@ fn ids(count: usize, seed: usize) -> Vec<i64> {
         .collect()
 }
 
+/// Root mean square of the difference over the deviation of `want`.
+fn spread(want: &tch::Tensor, got: &tch::Tensor) -> f64 {
+    let wide = |t: &tch::Tensor| t.detach().to_device(Device::Cpu).to_kind(tch::Kind::Double);
+    let (want, got) = (wide(want), wide(got));
+    ((&want - got).square().mean(tch::Kind::Double).sqrt() / want.std(true)).double_value(&[])
+}
+
 /// Largest difference over the deviation of `want`.
 fn distance(want: &tch::Tensor, got: &tch::Tensor) -> f64 {
     let wide = |t: &tch::Tensor| t.detach().to_device(Device::Cpu).to_kind(tch::Kind::Double);

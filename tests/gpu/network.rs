@@ -1,6 +1,6 @@
 //! Logits of packed segments on the GPU against the CPU.
 
-use super::{distance, fixture, gpu, ids, FAMILIES};
+use super::{distance, fixture, gpu, ids, spread, FAMILIES};
 use legorl::model::net::{ComputeType, Device, PackedLayout, Policy};
 use tch::{no_grad, Tensor};
 
@@ -20,16 +20,17 @@ fn every_family_gives_the_logits_of_the_cpu() {
     for name in FAMILIES {
         let want = logits(name, Device::Cpu, ComputeType::F32);
         let wide = distance(&want, &logits(name, device, ComputeType::F32));
-        let narrow = distance(&want, &logits(name, device, ComputeType::Bf16));
-        let on_host = distance(&want, &logits(name, Device::Cpu, ComputeType::Bf16));
+        let narrow = spread(&want, &logits(name, device, ComputeType::Bf16));
+        let on_host = spread(&want, &logits(name, Device::Cpu, ComputeType::Bf16));
         println!("{name:20} f32 {wide:.1e}, bf16 {narrow:.1e} (on the CPU {on_host:.1e})");
-        let bound = if name.contains("next") || name.contains("5") {
-            2e-4
+        // Delta nets with random weights magnify rounding: two computations in f32 differ by this much.
+        let bound = if name.contains("next") || name.contains('5') {
+            6e-4
         } else {
             1e-4
         };
         assert!(wide <= bound, "{name}: {wide}");
-        // A token between two experts takes another one after rounding, on the CPU as well.
-        assert!(narrow <= 0.1 || narrow <= 3.0 * on_host, "{name}: {narrow}");
+        // Rounding to bf16 does the same there as on the CPU, whatever it does to a network.
+        assert!(narrow <= 1.5 * on_host + 0.05, "{name}: {narrow}");
     }
 }

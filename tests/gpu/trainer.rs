@@ -65,7 +65,7 @@ fn batch(step: u32) -> TrainBatch {
                 logprobs: sampled.iter().map(|s| if *s { -4.0 } else { 0.0 }).collect(),
                 versions: vec![step - 1; length],
                 loss_mask: sampled,
-                prompt_len: 8,
+                prompt_len: 9,
                 weight: 1.0,
                 routing: None,
             }],

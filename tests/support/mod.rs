@@ -87,6 +87,11 @@ pub fn must(command: &mut Command) -> String {
 
 /// Index of the demo tasks and the starting policy of `seed`, made once per build of the binary.
 pub fn demo_inputs(seed: u64) -> DemoInputs {
+    demo_inputs_of("qwen3", seed)
+}
+
+/// The same with a policy of another family.
+pub fn demo_inputs_of(model_type: &str, seed: u64) -> DemoInputs {
     let _one = locked("inputs.lock");
     // A policy belongs to the tasks and to the code that made it.
     let stamp = must(
@@ -96,7 +101,7 @@ pub fn demo_inputs(seed: u64) -> DemoInputs {
     let inputs = DemoInputs {
         train: dir.join("train.parquet"),
         val: dir.join("val.parquet"),
-        policy: dir.join("policy"),
+        policy: dir.join(format!("policy-{model_type}")),
     };
     if !inputs.val.exists() {
         must(
@@ -116,7 +121,14 @@ pub fn demo_inputs(seed: u64) -> DemoInputs {
         let seed = seed.to_string();
         must(
             legorl_rank()
-                .args(["init-policy", "--seed", &seed, "--output"])
+                .args([
+                    "init-policy",
+                    "--model-type",
+                    model_type,
+                    "--seed",
+                    &seed,
+                    "--output",
+                ])
                 .arg(&inputs.policy)
                 .arg("--train-files")
                 .arg(&inputs.train)

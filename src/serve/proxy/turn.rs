@@ -271,6 +271,8 @@ impl Job {
             match end {
                 Ok((generated, reply)) => {
                     captured.turns += 1;
+                    // An agent that summed up and went on was not stopped by its context.
+                    captured.context_overflow = false;
                     captured.prompt_tokens += prompt_tokens as u64;
                     captured.completion_tokens += reply.tokens.len() as u64;
                     captured.malformed_tool_calls += u32::from(reply.malformed);

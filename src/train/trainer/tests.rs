@@ -20,6 +20,7 @@ use rand_chacha::ChaCha8Rng;
 use tch::{no_grad, Device, Kind, Tensor};
 
 mod algorithms;
+mod curve;
 mod replay;
 
 const VOCAB: usize = 29;

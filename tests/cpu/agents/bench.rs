@@ -389,6 +389,11 @@ pub fn run(
     });
     drop(runner);
     drop(runtime);
+    if let Some(folder) = std::env::var_os("DEBUG_WIRE") {
+        for (i, e) in recorder.exchanges().iter().enumerate() {
+            std::fs::write(PathBuf::from(&folder).join(format!("{i}.json")), &e.body).unwrap();
+        }
+    }
     let left = process_tree(std::process::id());
     assert_eq!(left.len(), 1, "processes are left: {left:?}");
     let sandboxes = std::fs::read_dir(dir.path().join("sandboxes"))

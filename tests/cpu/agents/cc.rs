@@ -58,3 +58,171 @@ fn cc_solves_tasks_and_every_token_is_the_engines() {
     assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
     check(&outcome);
 }
+
+/// Two sub-agents at once, one of which starts a third.
+#[test]
+fn cc_sub_agents_are_branches_of_their_own() {
+    let Some(cc) = cc() else { return };
+    let agent =
+        |task: &str| json!({"description": "a part", "prompt": task, "subagent_type": "general-purpose"});
+    let outcome = scripted(
+        "folders-01",
+        cc,
+        Markup::Hermes,
+        &Limits::default(),
+        move |asked| {
+            let (first, replies) = (asked.first(), asked.replies());
+            if first.contains("SUBTASK-DEEP") {
+                Turn::says("Nothing to do so deep.")
+            } else if first.contains("SUBTASK-ONE") {
+                match replies {
+                    0 => Turn::calls("Agent", agent("SUBTASK-DEEP: say that there is nothing to do.")),
+                    _ => Turn::says("One is done."),
+                }
+            } else if first.contains("SUBTASK-TWO") {
+                match replies {
+                    0 => Turn::calls("Bash", json!({"command": super::solution("folders-01")})),
+                    _ => Turn::says("Two is done."),
+                }
+            } else {
+                match replies {
+                    0 => Turn::calls("Agent", agent("SUBTASK-ONE: ask another agent."))
+                        .and("Agent", agent("SUBTASK-TWO: solve it.")),
+                    _ => Turn::says("Both are done."),
+                }
+            }
+        },
+    );
+    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
+    check(&outcome);
+    let mut kinds: Vec<_> = outcome
+        .captured
+        .branches
+        .iter()
+        .map(|b| (b.kind, b.trainable))
+        .collect();
+    kinds.sort();
+    let sub = (BranchKind::SubAgent, true);
+    assert_eq!(
+        kinds,
+        [(BranchKind::Main, true), sub, sub, sub],
+        "{}",
+        outcome.story()
+    );
+}
+
+/// Results that do not fit: the API refuses, the agent asks for a summary and begins anew.
+#[test]
+fn cc_compaction_begins_a_branch() {
+    let Some(cc) = cc() else { return };
+    let limits = Limits {
+        context: 60_000,
+        ..Limits::default()
+    };
+    let outcome = scripted("copy-01", cc, Markup::Hermes, &limits, |asked| {
+        if asked.last().contains("summary of the conversation") {
+            return Turn::says(&format!("<summary>{}: copy sugar.txt</summary>", super::SUMMARY));
+        }
+        if asked.first().contains(super::SUMMARY) {
+            // The new history keeps the newest round as it was.
+            return if asked.prompt.contains("cp sugar.txt otter/") {
+                Turn::says("Done after the summary.")
+            } else {
+                Turn::calls("Bash", json!({"command": "cp sugar.txt otter/"}))
+            };
+        }
+        // A digit is a token. The first result fits, both do not, the second one alone does.
+        let digits = [14_000, 29_000][asked.replies().min(1)];
+        Turn::calls(
+            "Bash",
+            json!({"command": format!("seq -s 7 10000 15500 | head -c {digits}")}),
+        )
+    });
+    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
+    check(&outcome);
+    eprintln!("{}", outcome.story());
+    let refused: Vec<_> = outcome.exchanges.iter().filter(|e| e.status == 400).collect();
+    assert!(!refused.is_empty() && refused[0].answer.contains("prompt is too long"));
+    let kinds: Vec<_> = outcome
+        .captured
+        .branches
+        .iter()
+        .map(|b| (b.kind, b.trainable))
+        .collect();
+    assert!(
+        kinds.contains(&(BranchKind::Compaction, true)),
+        "{}",
+        outcome.story()
+    );
+}
+
+#[test]
+fn cc_without_an_end_is_ended_by_the_turn_limit() {
+    let Some(cc) = cc() else { return };
+    super::endless(cc, |n| {
+        Turn::calls("Bash", json!({"command": format!("echo {n}")}))
+    });
+}
+
+#[test]
+fn cc_survives_a_policy_that_answers_nonsense() {
+    let Some(_) = cc() else { return };
+    // A short prompt: all that the policy needs for nonsense.
+    let disallowed_tools = [
+        "Agent",
+        "Artifact",
+        "CronCreate",
+        "CronDelete",
+        "CronList",
+        "EnterWorktree",
+        "ExitWorktree",
+        "ListAgents",
+        "Monitor",
+        "NotebookEdit",
+        "ReportFindings",
+        "ScheduleWakeup",
+        "SendMessage",
+        "Skill",
+        "Task",
+        "TaskStop",
+        "TodoWrite",
+        "WebFetch",
+        "WebSearch",
+        "Workflow",
+    ];
+    super::nonsense(Arc::new(Cc::new(CcConfig {
+        disallowed_tools: disallowed_tools.map(str::to_owned).into(),
+        ..CcConfig::default()
+    })));
+}
+
+#[test]
+fn probe_cc_echo() {
+    let cc = cc().unwrap();
+    let outcome = scripted("copy-01", cc, Markup::Qwen3Coder, &Limits::default(), |asked| match asked.replies() {
+        0 => Turn::calls("Bash", json!({"command": "cd /app && ls -la", "timeout": "5000", "extra": "x"}))
+            .and("Write", json!({"file_path": "/app/x.py", "content": "a = 1   \n\n  b = 2\t\n"}))
+            .and("Bash", json!({"command": "find . -name '*.txt' -exec echo {} \\\\;"}))
+            .and("Bash", json!({"command": "cd otter && ls; cd /app"}))
+            .and("Bash", json!({"command": "cd /app; ls"}))
+            .and("Read", json!({"file_path": "daisy.txt"}))
+            .and("Bash", json!({"cmd": "ls"})),
+        1 => Turn::calls("Edit", json!({"file_path": "/app/x.py", "old_string": "a = 1   ", "new_string": "a = 3  \n"}))
+            .and("Read", json!({"file_path": "/app/daisy.txt", "offset": "1"}))
+            .and("Nope", json!({"x": 1}))
+            .and("Edit", json!({"file_path": "daisy.txt", "old_string": "olive", "new_string": "olives", "replace_all": "true"}))
+            .and("Bash", json!({"command": "  ls  \n"})),
+        _ => Turn::says("Done."),
+    });
+    for e in &outcome.exchanges {
+        for m in e.json()["messages"].as_array().unwrap() {
+            if m["role"] == "assistant" {
+                eprintln!("{}", serde_json::to_string(m).unwrap());
+            }
+        }
+    }
+    for c in &outcome.calls {
+        eprintln!("{}", outcome.decode_sampled(c));
+    }
+    eprintln!("{}", outcome.story());
+}

@@ -28,6 +28,12 @@ fn spans(branch: &CapturedBranch) -> Vec<(usize, usize)> {
 /// 4. what is not masked has log-prob 0; weights of trained branches sum to one;
 /// 5. the agent received, reply by reply, the reasoning, text and calls that were sampled.
 pub fn check(outcome: &Outcome) {
+    check_tokens(outcome);
+    check_wire(outcome);
+}
+
+/// Points 1 to 4 alone, for a policy without a script.
+pub fn check_tokens(outcome: &Outcome) {
     let mut used = vec![0; outcome.calls.len()];
     for (number, branch) in outcome.captured.branches.iter().enumerate() {
         let tokens = &branch.tokens;
@@ -80,7 +86,6 @@ pub fn check(outcome: &Outcome) {
         "weights sum to {weights}"
     );
     assert_eq!(trained.len(), outcome.captured.sequences.len());
-    check_wire(outcome);
 }
 
 /// Every reply on the wire is one that was sampled, and every sampled one was on the wire.

@@ -55,3 +55,9 @@ fn oh_solves_tasks_and_every_token_is_the_engines() {
         assert_eq!(main.count(), 1, "{}", outcome.story());
     }
 }
+
+#[test]
+fn oh_survives_a_policy_that_answers_nonsense() {
+    let Some(agent) = oh() else { return };
+    super::nonsense(agent);
+}

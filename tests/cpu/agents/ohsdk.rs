@@ -4,10 +4,11 @@ use super::{
     bench::{installed, scripted, Limits},
     check::check,
     script::{Asked, Markup, Turn},
+    stop,
 };
 use crate::support::long;
 use legorl::{
-    base::BranchKind,
+    base::{BranchKind, StopReason},
     rollout::scaffold::{Ohsdk, RuntimeConfig},
 };
 use serde_json::json;
@@ -118,5 +119,18 @@ fn ohsdk_sums_up_when_the_proxy_says_that_the_context_is_full() {
         "{}",
         outcome.story()
     );
+    assert_eq!(stop(&outcome), StopReason::AgentCompleted, "{}", outcome.story());
     assert!(outcome.exchanges.iter().any(|exchange| exchange.status == 400));
+}
+
+#[test]
+fn ohsdk_without_an_end_is_ended_by_its_turns() {
+    let Some(agent) = ohsdk() else { return };
+    super::endless(agent, |n| terminal(&format!("echo {n}")));
+}
+
+#[test]
+fn ohsdk_survives_a_policy_that_answers_nonsense() {
+    let Some(agent) = ohsdk() else { return };
+    super::nonsense(agent);
 }

@@ -4,14 +4,12 @@ use super::{
     bench::{installed, scripted, Limits, Outcome},
     check::check,
     script::{Asked, Markup, Turn},
+    stop,
 };
 use crate::support::long;
 use legorl::{
     base::{BranchKind, StopReason},
-    rollout::{
-        scaffold::{RuntimeConfig, Terminus2},
-        trial::AttemptEnd,
-    },
+    rollout::scaffold::{RuntimeConfig, Terminus2},
 };
 use serde_json::{json, Value};
 use std::sync::Arc;
@@ -105,7 +103,7 @@ fn hand_over(noise: &'static str) -> impl Fn(&Asked<'_>) -> Turn {
         if asked.last().starts_with("You are about to hand off your work") {
             Turn::says("I looked around, and nothing is copied yet.")
         } else if asked.last().starts_with("You are picking up work") {
-            Turn::says("Which file goes where?")
+            Turn::says("Which of the two files goes into which folder?")
         } else if asked.last().starts_with("The next agent has a few questions") {
             Turn::says("The file sugar.txt goes into the folder otter.")
         } else if asked.last().starts_with("Here are the answers") {
@@ -118,40 +116,47 @@ fn hand_over(noise: &'static str) -> impl Fn(&Asked<'_>) -> Turn {
     }
 }
 
+/// Its own estimate comes first, or the proxy refuses a request.
 #[test]
 fn terminus2_hands_over_when_its_context_is_full() {
+    use BranchKind::{Compaction, Main, Rewritten, Side, Summary};
     let Some(agent) = terminus2() else { return };
-    // About 2,300 tokens on the screen: after two of them its own estimate says that the context is full.
-    let script = hand_over("seq 1000 1575\n");
-    let small = Limits {
-        context: 6_000,
-        ..limits()
-    };
-    let outcome = scripted("copy-01", agent, Markup::Hermes, &small, script);
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
-    witness(&outcome);
-    let mut kinds: Vec<_> = outcome
-        .captured
-        .branches
-        .iter()
-        .map(|branch| (branch.kind, branch.trainable))
-        .collect();
-    kinds.sort_by_key(|(kind, _)| format!("{kind:?}"));
-    // Summary and answers are asked for in the main conversation, the questions without it.
-    assert_eq!(
-        kinds,
-        [
-            (BranchKind::Compaction, true),
-            (BranchKind::Main, true),
-            (BranchKind::Side, false),
-            (BranchKind::Summary, false)
-        ],
-        "{}",
-        outcome.story()
-    );
-    let record: Value = serde_json::from_str(&outcome.file("agent/rollout.json")).unwrap();
-    assert_eq!(record["summaries"], 1);
+    // 2,550 tokens a screen for Qwen3's tokenizer and for the agent's own count; 2,880 of which it counts 1,700.
+    for (noise, context, refused, expected) in [
+        // The summary is the main conversation's last turn; the questions are asked without it, and what they
+        // are answered begins the new conversation.
+        (
+            "yes alpha beta | head -n 850\n",
+            8_000,
+            false,
+            vec![Compaction, Main, Side, Summary],
+        ),
+        // It forgets its last turns before it asks for a summary.
+        (
+            "seq 1000 1575\n",
+            6_000,
+            true,
+            vec![Compaction, Main, Rewritten, Side, Summary],
+        ),
+    ] {
+        let small = Limits { context, ..limits() };
+        let outcome = scripted("copy-01", agent.clone(), Markup::Hermes, &small, hand_over(noise));
+        assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
+        check(&outcome);
+        witness(&outcome);
+        let mut kinds = Vec::new();
+        for branch in &outcome.captured.branches {
+            let trained = ![Side, Summary].contains(&branch.kind);
+            assert_eq!(branch.trainable, trained, "{}", outcome.story());
+            kinds.push(branch.kind);
+        }
+        kinds.sort_by_key(|kind| format!("{kind:?}"));
+        assert_eq!(kinds, expected, "{}", outcome.story());
+        assert_eq!(outcome.exchanges.iter().any(|e| e.status == 400), refused);
+        let record: Value = serde_json::from_str(&outcome.file("agent/rollout.json")).unwrap();
+        assert_eq!(record["summaries"], 1);
+        assert_eq!(stop(&outcome), StopReason::AgentCompleted, "{}", outcome.story());
+    }
 }
 
 #[test]
@@ -162,16 +167,14 @@ fn terminus2_that_never_ends_is_ended_by_its_turns() {
         ..limits()
     };
     let outcome = scripted("copy-01", agent, Markup::Hermes, &few, |_| types(&["ls\n"]));
-    let AttemptEnd::Finished(trajectory) = &outcome.end else {
-        panic!("{:?}\n{}", outcome.end, outcome.story());
-    };
-    assert_eq!(
-        trajectory.outcome.stop,
-        StopReason::MaxTurnsReached,
-        "{}",
-        outcome.story()
-    );
-    assert_eq!(trajectory.outcome.reward, 0.0);
+    assert_eq!(stop(&outcome), StopReason::MaxTurnsReached, "{}", outcome.story());
+    assert_eq!(outcome.reward(), 0.0);
     check(&outcome);
     witness(&outcome);
+}
+
+#[test]
+fn terminus2_survives_a_policy_that_answers_nonsense() {
+    let Some(agent) = terminus2() else { return };
+    super::nonsense(agent);
 }

@@ -1,4 +1,7 @@
-"""Runs OpenHands, the full program, inside a sandbox: driver.py SETTINGS.json
+"""Runs OpenHands, the full program, inside a sandbox.
+
+    driver.py SETTINGS.json
+    driver.py --agent-server -m openhands.agent_server --port N    (the app server starts it so)
 
 Settings: instruction (path), logs (folder), model, base_url, api_key, max_turns, timeout (seconds of one
 request).
@@ -7,7 +10,7 @@ The app server runs in this process and starts the agent server; both listen on 
 server's API the driver saves the settings of the model, starts a conversation with the task in the folder in
 which it was started itself, and polls until the conversation has ended.
 
-The program is written for containers of its own. What that needs here is in `shims`, one function each.
+The program is written for containers of its own. What that needs here is in `shims` and `agent_server`.
 
 Writes agent-server.log and conversation.json into the logs folder.
 
@@ -17,6 +20,7 @@ turns; 1 something failed, and the last line says what.
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import sys
@@ -53,7 +57,11 @@ def environment(settings):
     browser = STATE + "/bin/chromium"
     with open(browser, "w") as f:
         f.write("#!/bin/sh\necho 'there is no browser in this sandbox' >&2\nexit 1\n")
-    os.chmod(browser, 0o755)
+    server = STATE + "/bin/agent-server"
+    with open(server, "w") as f:
+        f.write(f'#!/bin/sh\nexec "{sys.executable}" -u "{os.path.abspath(__file__)}" --agent-server "$@"\n')
+    for program in (browser, server):
+        os.chmod(program, 0o755)
     # The runtime's bash and git only where the sandbox has none.
     path = os.environ.get("PATH", "/usr/bin:/bin")
     os.environ.update({
@@ -73,8 +81,18 @@ def environment(settings):
     os.makedirs(os.environ["OH_PERSISTENCE_DIR"], exist_ok=True)
 
 
-def shims(workspace, agent_port):
-    """Corrections of the program for this place."""
+def agent_server(arguments):
+    """The agent server: `-m MODULE …`, as Python itself would run it."""
+    from openhands.agent_server import event_service
+
+    # As `clone_or_init_git_repo` of the app server.
+    event_service.EventService._ensure_workspace_is_git_repo = staticmethod(lambda working_dir: None)
+    module, sys.argv = arguments[1], arguments[1:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def shims(workspace):
+    """Corrections of the app server for this place."""
     from openhands.app_server.sandbox import process_sandbox_service as process
     from openhands.app_server.sandbox import process_sandbox_spec_service as spec
 
@@ -116,13 +134,23 @@ def shims(workspace, agent_port):
 
     spec.ProcessSandboxSpecServiceInjector.inject = here
 
+    # The agent server needs a correction too, and is started through this file.
+    start = process.ProcessSandboxService._start_agent_process
+
+    async def through_driver(self, **given):
+        self.python_executable = STATE + "/bin/agent-server"
+        return await start(self, **given)
+
+    process.ProcessSandboxService._start_agent_process = through_driver
+
     # It would make every task's folder a git repository, and the verifier would find it.
     from openhands.app_server.app_conversation import app_conversation_service_base as base
 
-    async def no_repository(self, task, workspace, sandbox=None):
+    async def nothing(self, *_, **__):
         return None
 
-    base.AppConversationServiceBase.clone_or_init_git_repo = no_repository
+    base.AppConversationServiceBase.clone_or_init_git_repo = nothing
+    base.AppConversationServiceBase.maybe_setup_git_hooks = nothing
 
 
 class Api:
@@ -186,7 +214,7 @@ def work(settings):
     workspace = os.getcwd()
     logs = Path(settings["logs"])
     logs.mkdir(parents=True, exist_ok=True)
-    shims(workspace, free_port(8000))
+    shims(workspace)
     port = free_port(3000)
     serve(port)
     api = Api(port)
@@ -238,6 +266,8 @@ def work(settings):
 
 
 def main():
+    if sys.argv[1] == "--agent-server":
+        return agent_server(sys.argv[2:])
     settings = json.loads(Path(sys.argv[1]).read_text())
     try:
         code = work(settings)

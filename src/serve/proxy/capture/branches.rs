@@ -7,7 +7,7 @@
 //! * a conversation of its own: [`BranchKind::Main`] is the first one with tools (the first one at all if
 //!   none has tools). Another one is [`BranchKind::Side`] without tools beside conversations with tools,
 //!   [`BranchKind::SubAgent`] if the agent said so, [`BranchKind::Compaction`] if it begins like the main
-//!   one (same tools and system prompt; without tools, the same first message) or, with tools, with a summary of it, and
+//!   one (same tools and system prompt; without tools, the same first message) or with a summary of it, and
 //!   otherwise [`BranchKind::SubAgent`], or [`BranchKind::Side`] where no conversation has tools;
 //! * a fork of another branch: [`BranchKind::Retry`] if the same messages were asked with other options,
 //!   else [`BranchKind::Rewritten`]. Forks of a side conversation are side conversations.
@@ -15,9 +15,9 @@
 //! Kinds are decided when the session is over, since a title request may come before the main
 //! conversation, and since a request for a summary shows what it was only by what comes after it: agents
 //! ask for it with the prefix and the tools of the conversation that grew too long, as one more turn of it.
-//! A finished turn asked for a summary if nothing else continues it, it calls no tool, and a later conversation or
-//! fork begins with its text in a message of the user or the system ([`repeats`]). Such turns then are a branch of
-//! their own beside the conversation that they sum up, which ends with the turn before.
+//! A finished turn asked for a summary if nothing continues it, it calls no tool, and a later conversation or fork
+//! begins with its text in a message of the user or the system ([`repeats`]). It then is a branch of its own
+//! beside the conversation that it sums up, which ends with the turn before.
 //!
 //! A sampled token is counted in the first trainable leaf (in order of creation) whose path holds it, and
 //! is context in the others. A leaf's weight is its share of the session's counted tokens: no token counts
@@ -41,14 +41,10 @@ struct View<'t> {
 impl<'t> View<'t> {
     fn new(tree: &'t Tree) -> Self {
         let resumed_by = resumptions(tree);
-        let finished = |id: &NodeId| tree.nodes[*id].reply.is_some() && !tree.nodes[*id].removed;
-        // Requests for a summary continue each other, and nothing else.
-        let extends = |id: NodeId, child: NodeId| {
-            finished(&child) && (resumed_by[child].is_none() || resumed_by[id].is_some())
-        };
+        let extends = |id: &NodeId| tree.nodes[*id].reply.is_some() && resumed_by[*id].is_none();
         let leaves = (0..tree.nodes.len())
-            .filter(finished)
-            .filter(|id| !tree.nodes[*id].children.iter().any(|child| extends(*id, *child)))
+            .filter(|id| tree.nodes[*id].reply.is_some() && !tree.nodes[*id].removed)
+            .filter(|id| !tree.nodes[*id].children.iter().any(extends))
             .collect();
         Self {
             tree,
@@ -77,7 +73,7 @@ impl<'t> View<'t> {
             .parent
             .filter(|id| nodes[*id].branch == nodes[leaf].branch)
         {
-            if self.is_summary(at) && !self.is_summary(parent) {
+            if self.is_summary(at) {
                 break;
             }
             at = parent;
@@ -99,41 +95,32 @@ fn resumptions(tree: &Tree) -> Vec<Option<NodeId>> {
     let summaries: Vec<(NodeId, String)> = (0..tree.nodes.len())
         .filter_map(|id| Some((id, summary_text(tree, id)?)))
         .collect();
-    let starts: Vec<(NodeId, Vec<String>)> = (0..tree.nodes.len())
-        .filter(begins)
-        .filter(|start| summaries.first().is_some_and(|(id, _)| id < start))
-        .map(|start| (start, given(&tree.nodes[start].delta)))
-        .collect();
-    // Later ones first: a turn may be continued by others of its kind.
-    for (id, summary) in summaries.iter().rev() {
-        let other = |child: &NodeId| out[*child].is_none();
-        if tree.nodes[*id].children.iter().any(other) {
+    for start in (0..tree.nodes.len()).filter(begins) {
+        let earlier = || summaries.iter().filter(|(id, _)| *id < start);
+        if earlier().next().is_none() {
             continue;
         }
-        out[*id] = starts
+        let given: Vec<String> = tree.nodes[start]
+            .delta
             .iter()
-            .filter(|(start, _)| start > id)
-            .find(|(_, given)| given.iter().any(|text| repeats(text, summary)))
-            .map(|(start, _)| *start);
+            .flat_map(Stored::messages)
+            .filter(|message| message["role"] == "user" || message["role"] == "system")
+            .filter_map(|message| Canonical::of(&message).ok())
+            .map(|message| one_line(message.content()))
+            .collect();
+        for (id, summary) in earlier() {
+            if out[*id].is_none() && given.iter().any(|text| repeats(text, summary)) {
+                out[*id] = Some(start);
+            }
+        }
     }
     out
-}
-
-/// Texts of the user and the system, white space as one space.
-fn given(delta: &[Stored]) -> Vec<String> {
-    delta
-        .iter()
-        .flat_map(Stored::messages)
-        .filter(|message| message["role"] == "user" || message["role"] == "system")
-        .filter_map(|message| Canonical::of(&message).ok())
-        .map(|message| one_line(message.content()))
-        .collect()
 }
 
 /// The reply of a turn that may have asked for a summary.
 fn summary_text(tree: &Tree, id: NodeId) -> Option<String> {
     let node = &tree.nodes[id];
-    if node.removed {
+    if node.removed || !node.children.is_empty() {
         return None;
     }
     let message = &node.reply.as_ref()?.message;
@@ -269,7 +256,7 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
             BranchKind::Retry
         }
         (true, _) => BranchKind::Compaction,
-        _ if with_tools && view.resumes(node, main.node) => BranchKind::Compaction,
+        _ if view.resumes(node, main.node) => BranchKind::Compaction,
         (false, true) => BranchKind::SubAgent,
         (false, false) => BranchKind::Side,
     }

@@ -347,47 +347,6 @@ fn a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_repl
     assert_eq!(all.iter().map(|q| q.weight).sum::<f32>(), 1.0);
 }
 
-/// An agent that hands over in three steps: a summary, questions of the next one, answers.
-#[test]
-fn requests_for_a_summary_may_continue_each_other() {
-    use BranchKind::*;
-    let mut s = Session::new(None);
-    let summary = "I looked around, and nothing is copied yet.";
-    let answers = "The file sugar.txt goes into the folder otter.";
-    let mut messages = vec![user("copy it")];
-    for (reply, next) in [
-        ("look", "Sum it up."),
-        (summary, "Answer: which file?"),
-        (answers, ""),
-    ] {
-        s.turn(&messages, &assistant(reply), &format!("{reply}<|im_end|>"));
-        messages.extend([assistant(reply), user(next)]);
-        if reply == summary {
-            s.turn(
-                &[user(&format!("Ask. Summary: {summary}"))],
-                &assistant("Which?"),
-                "Which?<|im_end|>",
-            );
-        }
-    }
-    s.turn(
-        &[user("copy it"), user(&format!("Answers: {answers}"))],
-        &assistant("ok"),
-        "ok<|im_end|>",
-    );
-    assert_eq!(
-        kinds(&s),
-        [
-            (Main, true, None),
-            (Side, false, None),
-            (Summary, false, Some(0)),
-            (Compaction, true, None)
-        ]
-    );
-    let turns: Vec<u32> = s.branches().iter().map(|b| b.turns).collect();
-    assert_eq!(turns, [1, 1, 3, 1]);
-}
-
 #[test]
 fn what_only_looks_like_a_summary_is_none() {
     use BranchKind::*;

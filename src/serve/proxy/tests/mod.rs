@@ -380,6 +380,8 @@ fn wrong_requests_are_answered_in_openais_shape() {
     let bearer = format!("Bearer {}", session.secret);
     assert_eq!(post(&chat(id), &[("authorization", &bearer)], &good).0, 200);
     assert_eq!(post(&chat(id), &[("x-api-key", &session.secret)], &good).0, 200);
+    // Nothing is answered after this one: the session ends in an overflow.
+    assert_eq!(post(&own, &[], &long).0, 400);
     let captured = s.close(&session);
     assert_eq!(
         (
@@ -704,7 +706,8 @@ fn fifty_mebibytes_of_tool_output_are_refused_and_nothing_is_lost() {
             captured.sequences.len(),
             captured.context_overflow
         ),
-        (2, 1, true)
+        (2, 1, false),
+        "it went on after the overflow"
     );
 }
 

@@ -1,0 +1,273 @@
+//! Against PyTorch and transformers, over many steps: the same data, the same hyper-parameters, two programs that
+//! share nothing but the starting folder (`tests/references/transformers_reference.py`). `LEGORL_TEST_PYTHON` names
+//! a Python with both; `make test-long` installs one.
+
+use super::*;
+use crate::{
+    model::{
+        hf::{export_folder, ModelConfig},
+        net::{trace, PackedLayout, PlainValues},
+    },
+    train::algorithm::ppo_clip::PpoClip,
+};
+use serde_json::{json, Value};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+const STEPS: u32 = 200;
+const LR: f64 = 1e-3;
+const WEIGHT_DECAY: f64 = 0.05;
+const CLIP: PpoClip = PpoClip {
+    low: 0.2,
+    high: 0.28,
+    dual: 3.0,
+};
+const KL: f64 = 0.05;
+const ENTROPY: f64 = 0.003;
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/models")
+        .join(name)
+}
+
+fn load(folder: &Path) -> Policy {
+    tch::set_num_threads(1);
+    Policy::load(folder, Device::Cpu).unwrap()
+}
+
+/// A copy of a fixture for many steps. In the random hybrids the delta rule gives rows of small numbers, whose
+/// norm multiplies rounding by a hundred, and within two hundred steps programs that round differently are at
+/// different weights (with the epsilon of the fixture the losses differ by up to 0.05). A larger epsilon takes that
+/// away, and nothing else.
+fn steady(name: &str, dir: &Path) -> PathBuf {
+    let folder = dir.join("start");
+    std::fs::create_dir(&folder).unwrap();
+    for entry in std::fs::read_dir(fixture(name)).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, folder.join(path.file_name().unwrap())).unwrap();
+    }
+    let config = folder.join("config.json");
+    let mut value: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    if ModelConfig::from_dir(&folder).unwrap().model_type.is_hybrid() {
+        value["text_config"]["rms_norm_eps"] = json!(1e-2);
+    }
+    std::fs::write(&config, value.to_string()).unwrap();
+    folder
+}
+
+/// Runs the reference; `None` where this machine has none.
+fn reference(arguments: &[&std::ffi::OsStr]) -> Option<()> {
+    let Some(python) = std::env::var_os("LEGORL_TEST_PYTHON") else {
+        eprintln!("SKIP transformers: LEGORL_TEST_PYTHON names no Python with torch and transformers");
+        return None;
+    };
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/references/transformers_reference.py");
+    let run = Command::new(python).arg(script).args(arguments).output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    Some(())
+}
+
+/// Two prompts with four trials each; one trial has two leaves. Log-probabilities of the rollout are those of
+/// `policy`, moved by up to 0.15 as if an older one had sampled.
+fn fixed_batch(policy: &Policy) -> TrainBatch {
+    let mut rng = ChaCha8Rng::seed_from_u64(17);
+    let vocabulary = policy.config.vocab_size as u32;
+    let mut groups = Vec::new();
+    for group in 0..2u64 {
+        let mut trajectories = Vec::new();
+        for sample in 0..4u32 {
+            let leaves: &[f32] = if (group, sample) == (1, 2) {
+                &[0.25, 0.75]
+            } else {
+                &[1.0]
+            };
+            let mut sequences = Vec::new();
+            for weight in leaves {
+                let mut s = sequence(&mut rng);
+                for id in &mut s.token_ids {
+                    *id = rng.random_range(0..vocabulary);
+                }
+                s.weight = *weight;
+                let ids: Vec<i64> = s.token_ids.iter().map(|id| i64::from(*id)).collect();
+                let layout = PackedLayout::single(ids.len(), Device::Cpu);
+                let rows = no_grad(|| {
+                    let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
+                    policy.logits(&hidden).log_softmax(-1, Kind::Float)
+                });
+                for t in (0..s.len()).filter(|t| s.loss_mask[*t]).collect::<Vec<_>>() {
+                    let exact = rows.double_value(&[t as i64 - 1, ids[t]]) as f32;
+                    s.logprobs[t] = (exact + rng.random_range(-0.15..0.15)).min(0.0);
+                }
+                sequences.push(s);
+            }
+            let reward = if group == 0 {
+                f64::from(sample % 2)
+            } else {
+                f64::from(sample) / 3.0
+            };
+            trajectories.push(trajectory(group, sample, reward, sequences));
+        }
+        groups.push(TrainGroup {
+            id: GroupId(group),
+            start_version: PolicyVersion(0),
+            trajectories,
+            dropped: vec![],
+        });
+    }
+    TrainBatch { step: 1, groups }
+}
+
+/// The batch as the reference reads it.
+fn as_json(batch: &TrainBatch) -> Value {
+    let sequence = |s: &TokenSequence| {
+        let sampled: Vec<usize> = (0..s.len()).filter(|t| s.loss_mask[*t]).collect();
+        let logprobs: Vec<f32> = sampled.iter().map(|t| s.logprobs[*t]).collect();
+        json!({"ids": s.token_ids, "sampled": sampled, "rollout_logprobs": logprobs, "weight": s.weight})
+    };
+    let trial = |t: &Trajectory| {
+        let sequences: Vec<Value> = t.sequences.iter().map(sequence).collect();
+        json!({"reward": t.outcome.reward, "sequences": sequences})
+    };
+    let group = |g: &TrainGroup| g.trajectories.iter().map(trial).collect::<Vec<Value>>();
+    json!({
+        "settings": {"steps": STEPS, "lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": 1.0,
+            "low": CLIP.low, "high": CLIP.high, "dual": CLIP.dual, "kl": KL, "entropy": ENTROPY},
+        "groups": batch.groups.iter().map(group).collect::<Vec<_>>(),
+    })
+}
+
+fn curve_config() -> TrainerConfig {
+    TrainerConfig {
+        objective: Objective {
+            policy_loss: PolicyLoss::Ppo(CLIP),
+            aggregation: Aggregation::SeqMeanTokenMean,
+            kl: Some(KlLoss {
+                estimator: KlEstimator::K3,
+                coefficient: KL,
+            }),
+            entropy_coefficient: ENTROPY,
+        },
+        bypass_old_logprobs: true,
+        max_token_len_per_gpu: 48,
+        optimizer: AdamWConfig {
+            weight_decay: WEIGHT_DECAY,
+            ..AdamWConfig::default()
+        },
+        lr: LrSchedule::constant(LR),
+        ..config()
+    }
+}
+
+fn train(folder: &Path, batch: &TrainBatch, steps: u32) -> (Trainer, Vec<StepMetrics>) {
+    let mut trainer = Trainer::new(curve_config(), load(folder), Some(load(folder))).unwrap();
+    let mut batch = batch.clone();
+    let metrics = (1..=steps).map(|step| {
+        batch.step = step;
+        trainer.step(&batch).unwrap()
+    });
+    let metrics = metrics.collect();
+    (trainer, metrics)
+}
+
+#[test]
+fn the_loss_curve_is_that_of_pytorch_with_transformers() {
+    for name in ["qwen3", "qwen3_moe", "qwen3_5"] {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = steady(name, dir.path());
+        let batch = fixed_batch(&load(&folder));
+        let (data, out) = (dir.path().join("data.json"), dir.path().join("curves.json"));
+        std::fs::write(&data, as_json(&batch).to_string()).unwrap();
+        let arguments = [
+            "train".as_ref(),
+            folder.as_os_str(),
+            data.as_os_str(),
+            out.as_os_str(),
+        ];
+        if reference(&arguments).is_none() {
+            return;
+        }
+        let curves: Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
+        let (_, metrics) = train(&folder, &batch, STEPS);
+        let largest = |key: &str, of: &str| {
+            let gaps = metrics.iter().enumerate().map(|(i, m)| {
+                let theirs = curves[of][i].as_f64().unwrap();
+                (m.get(key).unwrap() - theirs).abs()
+            });
+            gaps.fold(0.0, f64::max)
+        };
+        let (loss, entropy) = (largest("actor/loss", "loss"), largest("actor/entropy", "entropy"));
+        let at = |step: usize| metrics[step].get("actor/loss").unwrap();
+        println!(
+            "{name}: loss {:.4} in step 1, {:.4} in step {STEPS}; largest difference to PyTorch over all steps: \
+             loss {loss:.1e}, entropy {entropy:.1e}",
+            at(0),
+            at(STEPS as usize - 1)
+        );
+        assert!(at(STEPS as usize - 1) < at(0) - 0.1, "{name}: it learns nothing");
+        assert!(loss < 1e-3, "{name}: {loss}");
+        assert!(entropy < 1e-2, "{name}: {entropy}");
+    }
+}
+
+/// Whatever training does to the weights, transformers loads the exported folder strictly and computes the same.
+#[test]
+fn transformers_loads_what_was_trained() {
+    for name in [
+        "llama",
+        "qwen3",
+        "qwen3_untied_bias",
+        "qwen3_moe",
+        "qwen3_moe_mixed",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_stacked",
+    ] {
+        let batch = fixed_batch(&load(&fixture(name)));
+        let (trainer, _) = train(&fixture(name), &batch, 5);
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, out) = (dir.path().join("export"), dir.path().join("logits.safetensors"));
+        let weights = trainer.policy().export();
+        export_folder(&fixture(name), &folder, |spec| {
+            Ok(weights.iter().find(|w| w.name == spec.name).unwrap().clone())
+        })
+        .unwrap();
+        let ids: Vec<i64> = (0..90).map(|i| (i * i * 5 + i) % 80).collect();
+        let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
+        let arguments = [
+            "logits".as_ref(),
+            folder.as_os_str(),
+            text.as_ref(),
+            out.as_os_str(),
+        ];
+        if reference(&arguments).is_none() {
+            return;
+        }
+        let file = std::fs::read(&out).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let floats = file.tensor("logits").unwrap();
+        let floats = floats.data().chunks_exact(4);
+        let want: Vec<f32> = floats
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect();
+        let traced = trace(trainer.policy(), &[ids]);
+        let PlainValues::Floats(got) = &traced.iter().find(|t| t.name == "logits").unwrap().values else {
+            panic!("logits are floats")
+        };
+        assert_eq!(got.len(), want.len());
+        let largest = got
+            .iter()
+            .zip(&want)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        let mean = want.iter().sum::<f32>() / want.len() as f32;
+        let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f32>() / want.len() as f32;
+        let gap = largest / variance.sqrt();
+        println!("{name}: logits differ by {gap:.1e} of their standard deviation at most");
+        let hybrid = ModelConfig::from_dir(&folder).unwrap().model_type.is_hybrid();
+        assert!(gap < if hybrid { 2e-4 } else { 1e-4 }, "{name}: {gap}");
+    }
+}
