@@ -703,9 +703,9 @@ mod tests {
             "{error}"
         );
         let there = group(other, &[0, 1], Tag::group(0), short).unwrap();
-        // SAFETY: nobody waits for these.
         let mut theirs = [1.0f32];
         for phase in ["norm", "loss"] {
+            // SAFETY: nobody waits for it.
             drop(unsafe { there.all_reduce(phase, f32s(&mut theirs)) });
         }
         let error = wait(&mut own).unwrap_err().to_string();

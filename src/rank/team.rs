@@ -152,9 +152,17 @@ impl Team {
         Ok(self.order(&Order::Save)?)
     }
 
-    /// The run is over.
-    pub fn end(&self) -> anyhow::Result<()> {
+    /// The run is over. Nothing is said afterwards: the others may have left the world.
+    pub fn end(&mut self) -> anyhow::Result<()> {
+        self.fall_silent();
         Ok(self.order(&Order::End)?)
+    }
+
+    fn fall_silent(&mut self) {
+        if let Some((stop, thread)) = self.alive.take() {
+            drop(stop);
+            let _ = thread.join();
+        }
     }
 
     fn order(&self, order: &Order) -> Result<(), CommError> {
@@ -170,10 +178,7 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        if let Some((stop, thread)) = self.alive.take() {
-            drop(stop);
-            let _ = thread.join();
-        }
+        self.fall_silent();
     }
 }
 

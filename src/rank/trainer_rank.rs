@@ -20,7 +20,7 @@ pub fn run(settings: &Settings, comm: Arc<dyn Communicator>, roles: &RoleMap) ->
     match engine {
         // Its error says more than that it ended.
         Some(engine) if trained.is_ok() || engine.is_finished() => match engine.join() {
-            Ok(served) => served.and_then(|_| trained)?,
+            Ok(served) => served.and(trained)?,
             Err(_) => bail!("the thread of the engine replica panicked"),
         },
         _ => trained?,
