@@ -16,7 +16,7 @@
 //! | task, sandbox or agent could not be set up; the sandbox was lost | failed: `env_setup_failed`, `agent_setup_failed` |
 //! | the engine failed during the session | failed: `engine_failed` |
 //! | the agent's time limit passed | judged, `timeout` |
-//! | a request exceeded the context window | judged, `overlong` |
+//! | a request exceeded the context window, and the agent did not go on with a shorter one | judged, `overlong` |
 //! | the turn limit was reached | judged, `max_turns_reached` |
 //! | the agent crashed and no model call was ever answered | failed: `agent_setup_failed` |
 //! | the agent crashed | judged, `agent_crash` |

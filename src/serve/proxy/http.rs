@@ -25,14 +25,16 @@ use futures::StreamExt;
 use serde_json::{json, Value};
 use std::{
     future::Future,
+    hash::{DefaultHasher, Hash, Hasher},
     sync::{atomic::Ordering, Arc},
 };
 
-/// Headers by which agents mark requests of sub-agents: Claude Code, OpenCode.
-const SUB_AGENT_HEADERS: [&str; 3] = [
-    "x-claude-code-agent-id",
-    "x-claude-code-parent-agent-id",
-    "x-parent-session-id",
+/// Headers by which agents mark requests of sub-agents, and those that say which one asks: Claude Code,
+/// OpenCode.
+const SUB_AGENT_HEADERS: [(&str, &str); 3] = [
+    ("x-claude-code-agent-id", "x-claude-code-agent-id"),
+    ("x-claude-code-parent-agent-id", "x-claude-code-agent-id"),
+    ("x-parent-session-id", "x-session-id"),
 ];
 
 /// All routes.
@@ -144,13 +146,21 @@ async fn messages(
 }
 
 async fn generate(protocol: Protocol, shared: Arc<Shared>, segment: String, request: Request) -> Response {
-    let sub_agent = SUB_AGENT_HEADERS
-        .iter()
-        .any(|name| request.headers().contains_key(*name));
+    let sub_agent = sub_agent(request.headers());
     answer(protocol, shared, segment, request, |shared, session, body| {
         request::serve(protocol, shared, session, body, sub_agent)
     })
     .await
+}
+
+/// A number for the sub-agent that asks, if one does.
+fn sub_agent(headers: &HeaderMap) -> Option<u64> {
+    let (_, id) = SUB_AGENT_HEADERS
+        .iter()
+        .find(|(mark, _)| headers.contains_key(*mark))?;
+    let mut hasher = DefaultHasher::new();
+    headers.get(*id).map(|value| value.as_bytes()).hash(&mut hasher);
+    Some(hasher.finish())
 }
 
 async fn count_tokens(

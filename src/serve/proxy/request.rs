@@ -28,13 +28,13 @@ pub enum Source {
     Done(Arc<Finished>),
 }
 
-/// Serves one request. `sub_agent`: the agent says that a sub-agent asks.
+/// Serves one request. `sub_agent`: the agent says that a sub-agent asks; a number for which one.
 pub async fn serve(
     protocol: Protocol,
     shared: Arc<Shared>,
     session: Arc<Session>,
     body: Bytes,
-    sub_agent: bool,
+    sub_agent: Option<u64>,
 ) -> Result<Response, ApiError> {
     session.check_open()?;
     let seen = session.seen_bytes.fetch_max(body.len(), Ordering::Relaxed);

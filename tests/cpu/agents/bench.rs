@@ -28,7 +28,7 @@ use legorl::{
 };
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 use tokio::sync::{mpsc, watch};
@@ -183,7 +183,7 @@ pub struct Outcome {
     pub markup: Markup,
     /// The trial's folder; deleted with this.
     pub trial_dir: PathBuf,
-    library: tokenizers::Tokenizer,
+    library: &'static tokenizers::Tokenizer,
     _dir: tempfile::TempDir,
 }
 
@@ -266,6 +266,12 @@ pub fn tokenizer_dir() -> PathBuf {
     dir
 }
 
+/// The tokenizer in a folder, read by the library, once: every folder here holds the same one.
+fn library(model: &Path) -> &'static tokenizers::Tokenizer {
+    static LIBRARY: OnceLock<tokenizers::Tokenizer> = OnceLock::new();
+    LIBRARY.get_or_init(|| tokenizers::Tokenizer::from_file(model.join("tokenizer.json")).unwrap())
+}
+
 /// True if the agent's runtime is there. Without it a test fails, or says SKIP where that is allowed: off line,
 /// and for agents that only the long list needs.
 pub fn installed(scaffold: &dyn Scaffold, needed: bool) -> bool {
@@ -292,7 +298,7 @@ pub fn scripted(
     script: impl Fn(&Asked<'_>) -> Turn + Send + Sync + 'static,
 ) -> Outcome {
     let model = tokenizer_dir();
-    let library = tokenizers::Tokenizer::from_file(model.join("tokenizer.json")).unwrap();
+    let library = library(&model);
     let turns: Arc<Mutex<Vec<(Vec<u32>, Turn)>>> = Arc::default();
     let meant = turns.clone();
     let reply = move |request: &GenerateRequest, _| {
@@ -389,11 +395,6 @@ pub fn run(
     });
     drop(runner);
     drop(runtime);
-    if let Some(folder) = std::env::var_os("DEBUG_WIRE") {
-        for (i, e) in recorder.exchanges().iter().enumerate() {
-            std::fs::write(PathBuf::from(&folder).join(format!("{i}.json")), &e.body).unwrap();
-        }
-    }
     let left = process_tree(std::process::id());
     assert_eq!(left.len(), 1, "processes are left: {left:?}");
     let sandboxes = std::fs::read_dir(dir.path().join("sandboxes"))
@@ -413,7 +414,7 @@ pub fn run(
         exchanges: recorder.exchanges(),
         markup,
         trial_dir,
-        library: tokenizers::Tokenizer::from_file(model.join("tokenizer.json")).unwrap(),
+        library: library(model),
         _dir: dir,
     }
 }

@@ -1,7 +1,7 @@
 //! The adapter for agents of one's own: an agent of a few lines of shell, in a runtime folder.
 
 use super::{
-    bench::{scripted, Limits},
+    bench::{scripted, Limits, Outcome},
     check::check,
     script::{Markup, Turn},
     stop,
@@ -20,6 +20,47 @@ fn agent() -> String {
         .expect("the page shows the agent");
     let text = &page[from..];
     text[..text.find("```").expect("the example ends")].to_owned()
+}
+
+/// The checks of this bench fail where one bit is wrong.
+fn damage_is_found(mut outcome: Outcome) {
+    let fails = |outcome: &Outcome, what: &str| {
+        let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(outcome)));
+        assert!(checked.is_err(), "not found: {what}");
+    };
+    let sound = outcome.captured.branches[0].tokens.clone();
+    let first = sound.prompt_len as usize;
+    type Damage = fn(&mut legorl::base::TokenSequence, usize);
+    let damages: [(&str, Damage); 6] = [
+        ("a log-prob", |t, at| {
+            t.logprobs[at] = f32::from_bits(t.logprobs[at].to_bits() ^ 1)
+        }),
+        ("a version", |t, at| t.versions[at] += 1),
+        ("a sampled id", |t, at| t.token_ids[at + 1] ^= 1),
+        ("an id of the prompt", |t, at| t.token_ids[at - 2] ^= 1),
+        ("a token that the mask leaves out", |t, at| {
+            t.loss_mask[at] = false;
+            t.prompt_len += 1;
+        }),
+        ("a token that the mask takes in", |t, at| {
+            t.loss_mask[at - 1] = true;
+            t.prompt_len -= 1;
+        }),
+    ];
+    for (what, damage) in damages {
+        damage(&mut outcome.captured.branches[0].tokens, first);
+        fails(&outcome, what);
+        outcome.captured.branches[0].tokens = sound.clone();
+    }
+    check(&outcome);
+    let answer = &mut outcome
+        .exchanges
+        .iter_mut()
+        .find(|e| e.generates())
+        .unwrap()
+        .answer;
+    *answer = answer.replace("I copy it.", "I copied it.");
+    fails(&outcome, "a text on the wire");
 }
 
 #[test]
@@ -55,6 +96,8 @@ fn a_custom_agent_of_a_few_lines_solves_a_task() {
         "{}",
         outcome.story()
     );
+
+    damage_is_found(outcome);
 
     // What the agent's exit status means.
     for (command, expected) in [

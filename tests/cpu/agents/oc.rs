@@ -131,7 +131,6 @@ fn oc_compaction_begins_a_branch() {
         let big = json!({"command": "seq -s 7 10000 15500 | head -c 29000", "description": "Count"});
         Turn::calls("bash", big.clone()).and("bash", big)
     });
-    eprintln!("{}", outcome.story());
     assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
     check(&outcome);
     let refused: Vec<_> = outcome.exchanges.iter().filter(|e| e.status == 400).collect();
@@ -142,12 +141,12 @@ fn oc_compaction_begins_a_branch() {
         .iter()
         .map(|b| (b.kind, b.trainable))
         .collect();
-    assert!(
-        kinds.contains(&(BranchKind::Compaction, true)),
-        "{}",
-        outcome.story()
-    );
-    assert!(kinds.contains(&(BranchKind::Side, false)), "{}", outcome.story());
+    let expected = [
+        (BranchKind::Main, true),
+        (BranchKind::Side, false),
+        (BranchKind::Compaction, true),
+    ];
+    assert_eq!(kinds, expected, "{}", outcome.story());
 }
 
 #[test]

@@ -118,15 +118,6 @@ impl<'a> Asked<'a> {
             - 1
     }
 
-    /// The system prompt.
-    pub fn system(&self) -> &'a str {
-        let messages = self.messages();
-        messages
-            .iter()
-            .find(|(role, _)| *role == "system")
-            .map_or("", |m| m.1)
-    }
-
     /// The first message of the user.
     pub fn first(&self) -> &'a str {
         let messages = self.messages();

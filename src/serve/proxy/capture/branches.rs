@@ -227,7 +227,11 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
     let tree = view.tree;
     let with_tools = tree.roots.iter().any(|root| root.tools.is_some());
     let eligible = |root: &&Root| !with_tools || root.tools.is_some();
-    let main = tree.roots.iter().filter(eligible).find(|root| !root.sub_agent);
+    let main = tree
+        .roots
+        .iter()
+        .filter(eligible)
+        .find(|root| root.sub_agent.is_none());
     let main = main.or_else(|| tree.roots.iter().find(eligible));
     let (Some(main), Some(root)) = (main, tree.roots.iter().find(|root| root.node == node)) else {
         return BranchKind::Main;
@@ -238,7 +242,7 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
     if !eligible(&root) {
         return BranchKind::Side;
     }
-    if root.sub_agent {
+    if root.sub_agent.is_some() {
         return BranchKind::SubAgent;
     }
     let same_tools = match (&main.tools, &root.tools) {

@@ -5,6 +5,11 @@
 //! spacing, null becomes an empty string. [`Canonical`] keeps what a template could render and nothing
 //! else. An assistant's content is compared without its white space, and its reasoning not at all, since agents
 //! trim the one and drop the other; what the model said is restored from tokens.
+//!
+//! Claude Code repeats a call not as it was made but as it carried it out: it adds the defaults of the tool's
+//! schema, takes white space from the ends of lines, unescapes `\\;`, and leaves out a `cd` to the folder that it
+//! is in. A call that comes back under its own id with no more than these changes is the same call
+//! ([`tidied`]); with any other it is not.
 
 use crate::model::chat_template::{normalize, MessageError};
 use serde_json::Value;
@@ -74,8 +79,68 @@ impl Canonical {
                 .calls
                 .iter()
                 .zip(&other.calls)
-                .all(|(a, b)| ids_agree(&a.id, &b.id) && a.name == b.name && a.arguments == b.arguments)
+                .all(|(a, b)| ids_agree(&a.id, &b.id) && a.name == b.name && a.same_arguments(b))
     }
+}
+
+impl Call {
+    fn same_arguments(&self, other: &Self) -> bool {
+        self.arguments == other.arguments
+            || (self.id.is_some() && self.id == other.id && tidied(&self.arguments, &other.arguments))
+    }
+}
+
+/// The arguments differ at most by what an agent does to them when it carries a call out; see the module.
+fn tidied(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Object(a), Value::Object(b)) => {
+            let both = |key: &String| match (a.get(key), b.get(key)) {
+                (Some(a), Some(b)) => tidied(a, b),
+                (Some(one), None) | (None, Some(one)) => is_empty(one),
+                (None, None) => true,
+            };
+            a.keys().chain(b.keys()).all(both)
+        }
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| tidied(a, b))
+        }
+        (Value::String(a), Value::String(b)) => a == b || tidy(a) == tidy(b),
+        // A value that the schema wants in another type.
+        (Value::String(text), other) | (other, Value::String(text)) => match other {
+            Value::Number(_) | Value::Bool(_) => {
+                let printed = other.to_string();
+                printed == *text
+            }
+            _ => false,
+        },
+        _ => a == b,
+    }
+}
+
+/// What a schema's default usually is.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(members) => members.is_empty(),
+        Value::Bool(true) | Value::Number(_) => false,
+    }
+}
+
+fn tidy(text: &str) -> String {
+    let moved = text
+        .trim_start()
+        .strip_prefix("cd ")
+        .and_then(|rest| rest.split_once(" && "));
+    let text = match moved {
+        Some((folder, command)) if !folder.contains(|c: char| c.is_whitespace() || ";|&".contains(c)) => {
+            command
+        }
+        _ => text,
+    };
+    let lines: Vec<&str> = text.split('\n').map(str::trim_end).collect();
+    lines.join("\n").trim().replace(r"\\;", r"\;")
 }
 
 #[cfg(test)]
@@ -124,6 +189,30 @@ mod tests {
             call(json!("x"), "c1", "run", json!("{\"a\":1,\"b\":2}"))
         ));
         assert!(!same(base(), json!({"role": "assistant", "content": null})));
+        let tidied =
+            |a: Value, b: Value| same(call(json!(""), "c1", "run", a), call(json!(""), "c1", "run", b));
+        assert!(tidied(
+            json!({"command": "cd /app && ls -la"}),
+            json!({"command": "ls -la"})
+        ));
+        assert!(tidied(
+            json!({"command": r"find . -exec echo {} \\;"}),
+            json!({"command": r"find . -exec echo {} \;"})
+        ));
+        assert!(tidied(
+            json!({"old": "a  ", "new": "b \n\n  c\t\n", "line": "5"}),
+            json!({"replace_all": false, "old": "a", "new": "b\n\n  c\n", "line": 5})
+        ));
+        for (a, b) in [
+            (json!({"command": "cd /app && ls"}), json!({"command": "ls -a"})),
+            (json!({"command": "cd /a; ls"}), json!({"command": "ls"})),
+            (json!({"command": "a && b"}), json!({"command": "b"})),
+            (json!({"new": "a\n  b"}), json!({"new": "a\nb"})),
+            (json!({"a": 1}), json!({"a": 1, "all": true})),
+            (json!({"a": 1}), json!({"a": 2})),
+        ] {
+            assert!(!tidied(a.clone(), b.clone()), "{a} {b}");
+        }
         let tool = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "x"});
         assert!(!same(tool("1"), tool("2")));
     }

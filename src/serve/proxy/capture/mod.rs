@@ -125,8 +125,8 @@ struct Reply {
 struct Root {
     tools: Option<Stored>,
     node: NodeId,
-    /// The agent said that this is a sub-agent's conversation.
-    sub_agent: bool,
+    /// The agent said that this is a sub-agent's conversation; a number for the sub-agent.
+    sub_agent: Option<u64>,
 }
 
 /// A request that cannot be placed.
@@ -152,8 +152,9 @@ pub struct Asked<'a> {
     pub tools: Option<Item<'a>>,
     /// Stands for all else that shapes its reply: the same messages with other options are another turn.
     pub options: u64,
-    /// The agent says that a sub-agent asks.
-    pub sub_agent: bool,
+    /// The agent says that a sub-agent asks; a number for which one. Two that ask the same are not one
+    /// that asks again.
+    pub sub_agent: Option<u64>,
     /// A prompt of certainly more tokens is refused.
     pub limit: usize,
 }
@@ -199,6 +200,9 @@ impl Tree {
         let mut used = 0;
         let mut open = Vec::new();
         for root in &mut self.roots {
+            if root.sub_agent != asked.sub_agent {
+                continue;
+            }
             let same = match (&mut root.tools, asked.tools) {
                 (None, None) => true,
                 (Some(stored), Some(tools)) if stored.form == tools.form && *stored.raw == *tools.raw => true,

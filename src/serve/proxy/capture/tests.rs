@@ -47,7 +47,7 @@ impl Session {
             items: &items,
             tools: tools.as_deref().map(|raw| item(raw.as_bytes())),
             options: self.options,
-            sub_agent: false,
+            sub_agent: None,
             limit: 1 << 20,
         };
         self.tree.place(&self.renderer, &asked).unwrap()
@@ -250,7 +250,7 @@ fn kinds_of_conversations_beside_the_main_one() {
             raw: tool_text.as_bytes(),
         }),
         options: 0,
-        sub_agent: true,
+        sub_agent: Some(1),
         limit: 1 << 20,
     };
     let Place::New { node, .. } = s.tree.place(&s.renderer, &asked).unwrap() else {
@@ -263,6 +263,17 @@ fn kinds_of_conversations_beside_the_main_one() {
     };
     s.tree
         .commit(&s.renderer, node, Arc::new([token]), assistant("x"));
+    // The same one asks again; then another one asks the same.
+    let again = s.tree.place(&s.renderer, &asked).unwrap();
+    assert!(matches!(again, Place::Known(known) if known == node));
+    let other = Asked {
+        sub_agent: Some(2),
+        ..asked
+    };
+    let Place::New { node: twin, .. } = s.tree.place(&s.renderer, &other).unwrap() else {
+        panic!("two sub-agents share a turn")
+    };
+    s.tree.remove(twin);
     // After a compaction the same agent begins anew.
     s.turn(
         &[system("you are an agent"), user("so far: one")],
@@ -659,7 +670,7 @@ proptest! {
                 prop_assert!(length.is_none_or(|n| n == text.len()), "{text}: {length:?}");
                 at += text.len() + 3;
             }
-            let asked = Asked { items: &items, tools: None, options: 0, sub_agent: false, limit: 1 << 20 };
+            let asked = Asked { items: &items, tools: None, options: 0, sub_agent: None, limit: 1 << 20 };
             let Place::New { node, prompt } = tree.place(renderer, &asked).unwrap() else {
                 continue;
             };

@@ -122,7 +122,7 @@ fn place(tree: &mut Tree, protocol: Protocol, body: &[u8]) -> Result<(), ApiErro
         items: &ask.items,
         tools: ask.tools,
         options: ask.spec.options(),
-        sub_agent: false,
+        sub_agent: None,
         limit: 4000,
     };
     tree.place(renderer, &asked)?;
