@@ -673,7 +673,7 @@ async fn memory(model: &str, sessions: usize) -> Outcome<()> {
     let mut open = Vec::new();
     for seed in 0..sessions {
         let mut session = Session::open(&server.address, &tools, seed).await?;
-        for _ in 0..34 {
+        for _ in 0..40 {
             session.turn(2500).await?;
         }
         session.turn(100).await?;
@@ -682,7 +682,7 @@ async fn memory(model: &str, sessions: usize) -> Outcome<()> {
     tokio::time::sleep(Duration::from_secs(1)).await;
     let used = server.memory_mib()? - before;
     println!(
-        "{sessions} idle sessions of 36 turns, {} KB of messages each: {used:.0} MiB, {:.3} MiB a session",
+        "{sessions} idle sessions of 42 turns, {} KB of messages each: {used:.0} MiB, {:.3} MiB a session",
         open[0].messages.len() / 1000,
         used / sessions as f64
     );

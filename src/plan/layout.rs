@@ -2,7 +2,7 @@
 //!
 //! | MODEL_ENGINE | State | Head |
 //! |---|---|---|
-//! | `fsdp` | f32 on the one trainer rank of this version, reference policy beside it; computation in MODEL_DTYPE | rows of 2,048 |
+//! | `fsdp` | f32 sharded over the trainer ranks, reference policy beside it; computation in MODEL_DTYPE | rows of 2,048 |
 //! | `veomni`, `megatron` | f32 sharded over the trainer ranks, bf16 computation | whole: their loss is not fused |
 
 use super::memory::{Backward, EnginePlan, TrainPlan};
@@ -45,7 +45,6 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
     };
     match s.run.model_engine {
         ModelEngine::Fsdp => TrainPlan {
-            shards: 1,
             reference_bytes: if s.algorithm.use_kl_loss || s.algorithm.kl_reward.is_some() {
                 4
             } else {

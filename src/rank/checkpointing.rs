@@ -15,7 +15,7 @@ use crate::{
     },
 };
 use anyhow::{bail, Context};
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 /// Longest wait for the checkpoint before this one.
 const QUEUE_DEADLINE: Duration = Duration::from_secs(1800);
@@ -39,6 +39,19 @@ pub struct ResumePoint {
     pub content: CheckpointContent,
     /// What the buffer had handed out.
     pub manifest: BufferManifest,
+}
+
+/// What a checkpoint that rank 0 has chosen holds.
+pub fn read(settings: &Settings, step: u32, path: PathBuf) -> anyhow::Result<CheckpointContent> {
+    let checkpoint = CommittedCheckpoint {
+        step,
+        path,
+        size_bytes: 0,
+    };
+    let store = CheckpointStore::open(&settings.paths.checkpoints)?;
+    store
+        .load(&checkpoint)
+        .with_context(|| format!("checkpoint {}", checkpoint.path.display()))
 }
 
 impl Checkpointing {
@@ -96,7 +109,7 @@ impl Checkpointing {
 
     /// Queues a checkpoint of the steps that trainer and buffer have seen, and returns.
     pub fn save(&self, trainer: &Trainer, buffer: &Buffer) -> anyhow::Result<()> {
-        let snapshot = trainer.save_state();
+        let snapshot = trainer.save_state()?;
         let manifest = buffer.manifest();
         if manifest.step != snapshot.version.0 {
             bail!(

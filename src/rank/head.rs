@@ -26,6 +26,7 @@ use super::{
     roles::RoleMap,
     signals::{StopFlag, EXIT_REQUEUE},
     stages,
+    team::Team,
     validation::Validation,
     wiring::Parts,
 };
@@ -67,6 +68,7 @@ pub struct Head<'a> {
     settings: &'a Settings,
     parts: Parts,
     trainer: Trainer,
+    team: Team,
     buffer: Arc<Buffer>,
     checkpoints: Checkpointing,
     report: Arc<Report>,
@@ -89,6 +91,7 @@ impl<'a> Head<'a> {
         settings: &'a Settings,
         parts: Parts,
         trainer: Trainer,
+        team: Team,
         buffer: Arc<Buffer>,
         checkpoints: Checkpointing,
         report: Arc<Report>,
@@ -101,6 +104,7 @@ impl<'a> Head<'a> {
             settings,
             parts,
             trainer,
+            team,
             buffer,
             checkpoints,
             report,
@@ -139,6 +143,7 @@ impl<'a> Head<'a> {
         let finished = outcome?;
         wound_down?.context("the task that runs trials panicked")?;
         saved?;
+        self.team.end()?;
         let step = self.trainer.version().0;
         self.report.finished(step, self.total_steps);
         Ok(if finished {
@@ -177,6 +182,7 @@ impl<'a> Head<'a> {
             };
             self.report.batch(&batch);
             self.check_verdicts(&batch)?;
+            self.team.step(&batch)?;
             let metrics = self
                 .trainer
                 .step(&batch)
@@ -271,7 +277,8 @@ impl<'a> Head<'a> {
     }
 
     fn publish_weights(&self) -> anyhow::Result<()> {
-        let update = Arc::new(self.trainer.weight_update(self.trainer.version()));
+        self.team.weights()?;
+        let update = Arc::new(self.trainer.weight_update(self.trainer.version())?);
         let pushed = push(update, &self.parts.weight_targets, PUSH_DEADLINE);
         // `push` has the same deadline for every replica; this one only guards against a hang of its own.
         let report = self
@@ -282,6 +289,7 @@ impl<'a> Head<'a> {
     }
 
     fn save(&self) -> anyhow::Result<()> {
+        self.team.save()?;
         self.checkpoints.save(&self.trainer, &self.buffer)
     }
 

@@ -1,7 +1,8 @@
 //! What a process of the run does, from launch to exit code.
 //!
 //! [`run_train`] joins the world, takes the settings of rank 0, and runs this rank's role ([`roles`]):
-//! the head ([`wiring`] puts it together, [`head`] is its loop) or an engine replica ([`engine_rank`]).
+//! the head ([`wiring`] puts it together, [`head`] is its loop), a trainer under its lead ([`trainer_rank`],
+//! [`team`]) or an engine replica ([`engine_rank`]).
 //!
 //! | Exit code | Meaning |
 //! |---|---|
@@ -27,6 +28,10 @@ pub mod serving;
 pub mod signals;
 #[cfg(feature = "torch")]
 pub mod stages;
+#[cfg(feature = "torch")]
+pub mod team;
+#[cfg(feature = "torch")]
+pub mod trainer_rank;
 pub mod validation;
 #[cfg(feature = "torch")]
 pub mod wiring;
@@ -36,7 +41,7 @@ pub use launch::run_train;
 
 #[cfg(feature = "torch")]
 mod launch {
-    use super::{engine_rank, roles::RoleMap, signals::StopFlag, wiring};
+    use super::{engine_rank, roles::RoleMap, signals::StopFlag, trainer_rank, wiring};
     use crate::{
         base::error_chain,
         comm::{launch_world, Communicator},
@@ -75,9 +80,11 @@ mod launch {
         let run = run_of_rank_0(&loaded.settings, comm)?;
         let (settings, rank) = (&run.settings, comm.rank());
         logging::start(&run.attempt, rank, Redactor::global().clone())?;
-        let roles = RoleMap::new(settings.run.training_mode, comm.size());
+        let roles = RoleMap::new(settings.run.training_mode, comm.size(), settings.train_ranks());
         if rank == 0 {
             wiring::run_head(settings, &run.attempt, comm, &roles, stop)
+        } else if roles.trainer_ranks.contains(&rank) {
+            trainer_rank::run(settings, comm.clone(), &roles)
         } else {
             engine_rank::run(settings, comm.clone())
         }

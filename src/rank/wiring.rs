@@ -6,6 +6,7 @@
 //!     ▲                │                              │   └──▶ RemoteEngine ─┼─▶ EngineServer ─ NativeEngine
 //!     │ plan, sink     │                                                     │
 //!   buffer ──batch────▶│ trainer ── weights ──▶ every engine                 │
+//!                      │    └── team ── the same step, on its share ─────────┼─▶ trainer
 //!                      └─────────────────────────────────────────────────────┘
 //! ```
 //!
@@ -13,7 +14,7 @@
 //! on the right.
 
 use super::{
-    checkpointing::{Checkpointing, ResumePoint},
+    checkpointing::Checkpointing,
     control::Control,
     head::Head,
     placement::{placement, Placement},
@@ -23,6 +24,7 @@ use super::{
     serving,
     signals::StopFlag,
     stages,
+    team::{self, Team},
 };
 use crate::{
     base::{Engine, EngineStatus, ReplicaId, RoutingShape, WeightTarget},
@@ -55,7 +57,11 @@ use crate::{
         },
         proxy::{router::Router, Proxy},
     },
-    train::{buffer::Buffer, trainer::Trainer},
+    train::{
+        buffer::Buffer,
+        checkpoint::CheckpointContent,
+        trainer::{Mesh, Trainer},
+    },
 };
 use anyhow::{bail, Context};
 use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
@@ -160,10 +166,19 @@ pub fn run_head(
         resume.as_ref().map(|r| &r.manifest),
     )?;
     let replay = stages::replay(settings, &model)?;
-    let trainer = make_trainer(settings, place, total_steps, replay, resume)?;
+    let team = Team::start(comm, &roles.trainer_ranks, total_steps, resume.as_ref())?;
+    let mesh = team::mesh(settings, place, comm, &roles.trainer_ranks)?;
+    let is_alone = mesh.is_none();
+    let content = resume.as_ref().map(|r| &r.content);
+    let trainer =
+        make_trainer(settings, place, total_steps, replay, content, mesh).with_context(|| match &resume {
+            Some(resume) => format!("checkpoint {}", resume.checkpoint.path.display()),
+            None => format!("MODEL_PATH {}", settings.model.path.display()),
+        })?;
+    drop(resume);
     let control = Control::start(stop.clone())?;
 
-    let engines = make_engines(settings, place, comm, roles, &trainer)?;
+    let engines = make_engines(settings, place, comm, roles, is_alone.then(|| trainer.policy()))?;
     let router = Arc::new(Router::new(serving::router(settings)));
     for (place, engine) in engines.iter().enumerate() {
         router.join(ReplicaId(place as u32), engine.clone());
@@ -194,6 +209,7 @@ pub fn run_head(
         settings,
         parts,
         trainer,
+        team,
         buffer,
         checkpoints,
         report,
@@ -212,40 +228,41 @@ pub fn run_head(
     Ok(code)
 }
 
-fn make_trainer(
+/// The trainer, or this rank's part of it, at its start or as a checkpoint left it.
+pub fn make_trainer(
     settings: &Settings,
     place: Placement,
     total_steps: u32,
     replay: Option<RoutingShape>,
-    resume: Option<ResumePoint>,
+    resume: Option<&CheckpointContent>,
+    mesh: Option<Arc<Mesh>>,
 ) -> anyhow::Result<Trainer> {
     let threads = compute_threads(settings) as i32;
     let config = stages::trainer(settings, total_steps, threads, replay);
+    let path = &settings.model.path;
     let load = || {
-        let policy = Policy::load(&settings.model.path, place.trainer)?;
+        let policy = match &mesh {
+            None => Policy::load(path, place.trainer)?,
+            Some(mesh) => Policy::load_parts(path, place.trainer, |spec, t| mesh.share(&spec.name, &t))?,
+        };
         Ok::<_, ModelError>(policy.with_compute_type(place.compute))
     };
     let policy = load()?;
     let reference = config.needs_reference().then(load).transpose()?;
     let critic = config.estimator.needs_critic().then(load).transpose()?;
-    let mut trainer = Trainer::new(config, policy, reference)?;
+    let mut trainer = Trainer::over_ranks(config, policy, reference, mesh.clone())?;
     if let Some(trunk) = critic {
         trainer = trainer.with_critic(trunk);
     }
-    if let Some(ResumePoint {
-        content, checkpoint, ..
-    }) = resume
-    {
-        let state = content.state;
-        trainer
-            .load_state(
-                &content.actor,
-                &content.optimizer,
-                content.critic.as_ref(),
-                state.trainer,
-                state.weight_version,
-            )
-            .with_context(|| format!("checkpoint {}", checkpoint.path.display()))?;
+    if let Some(content) = resume {
+        let state = &content.state;
+        trainer.load_state(
+            &content.actor,
+            &content.optimizer,
+            content.critic.as_ref(),
+            state.trainer,
+            state.weight_version,
+        )?;
     }
     Ok(trainer)
 }
@@ -255,14 +272,16 @@ fn make_engines(
     place: Placement,
     comm: &Arc<dyn Communicator>,
     roles: &RoleMap,
-    trainer: &Trainer,
+    policy: Option<&Policy>,
 ) -> anyhow::Result<Vec<Arc<dyn Engine>>> {
     let mut engines: Vec<Arc<dyn Engine>> = Vec::with_capacity(roles.replicas());
     if roles.head_has_engine {
-        engines.push(NativeEngine::from_policy(
-            engine_config(settings, place),
-            trainer.policy(),
-        )?);
+        // Of a policy that is spread over ranks nobody has the whole; the first push of weights sets it.
+        let config = engine_config(settings, place);
+        engines.push(match policy {
+            Some(policy) => NativeEngine::from_policy(config, policy)?,
+            None => NativeEngine::start(config, &settings.model.path)?,
+        });
     }
     for rank in &roles.engine_ranks {
         let remote = RemoteEngine::connect(comm.clone(), *rank, stages::remote())

@@ -6,6 +6,8 @@ mod kills;
 mod layers;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "mpi")]
+mod ranks;
 mod slow_trial;
 #[path = "../support/mod.rs"]
 mod support;

@@ -5,13 +5,15 @@
 //! LD_LIBRARY_PATH=… mpirun -n 2 TEST-PROGRAM --exact collectives::nccl_gives_what_messages_give --nocapture
 //! ```
 //! SITE is the folder `site-packages` of a PyTorch 2.11 with CUDA, TEST-PROGRAM the program that cargo
-//! built for the first line. The second line needs two GPUs. Fixtures are read from tests/fixtures/models of
+//! built for the first line. The second line needs two GPUs, and so does `ranks::a_step_over_gpus_is_that_of_one`. Fixtures are read from tests/fixtures/models of
 //! the current folder.
 
 #[cfg(all(feature = "cuda", feature = "mpi"))]
 mod collectives;
 mod engine;
 mod network;
+#[cfg(all(feature = "cuda", feature = "mpi"))]
+mod ranks;
 mod trainer;
 
 use legorl::model::net::{choose_device, Device, DeviceChoice};

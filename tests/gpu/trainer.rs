@@ -12,7 +12,7 @@ use legorl::{
 };
 use tch::Tensor;
 
-fn config(backward: BackwardMode) -> TrainerConfig {
+pub fn config(backward: BackwardMode) -> TrainerConfig {
     TrainerConfig {
         objective: Objective {
             policy_loss: PolicyLoss::from_mode("vanilla", 0.2, 0.2, 3.0).unwrap(),
@@ -42,7 +42,7 @@ fn config(backward: BackwardMode) -> TrainerConfig {
     }
 }
 
-fn batch(step: u32) -> TrainBatch {
+pub fn batch(step: u32) -> TrainBatch {
     let trajectory = |i: usize| {
         let length = 40 + 13 * i;
         let sampled: Vec<bool> = (0..length).map(|t| t > 8 && t % 5 != 0).collect();
@@ -125,14 +125,17 @@ fn two_steps_move_the_weights_as_on_the_cpu() {
                 "{name:20} {compute:?} {mode:?}: loss {loss:.1e}, grad norm {norm:.1e}, movement {l2:.1e} (largest {:.1e})",
                 distance(&want, &got)
             );
+            // Delta nets with random weights magnify rounding; Adam's first steps are signs of the gradient, so
+            // that small gradients turn with it.
+            let hybrid = name.contains("next") || name.contains('5');
             let (loss_bound, norm_bound, l2_bound) = match compute {
-                ComputeType::F32 => (1e-3, 1e-3, 0.02),
-                // Adam's first steps are signs of the gradient, so that small gradients turn with rounding.
-                ComputeType::Bf16 => (0.5, 0.2, 0.7),
+                ComputeType::F32 if hybrid => (1e-4, 2e-2, 0.1),
+                ComputeType::F32 => (1e-6, 1e-5, 1e-2),
+                ComputeType::Bf16 => (0.05, 0.5, 1.0),
             };
             assert!(
                 loss < loss_bound && norm < norm_bound && l2 < l2_bound,
-                "{name} {compute:?}"
+                "{name} {compute:?}: {loss} {norm} {l2}"
             );
         }
     }

@@ -17,7 +17,7 @@ pub const IMAGES: &str = "Task images";
 #[rustfmt::skip]
 pub(super) const VARIABLES: &[Variable] = &[
     row(PLAN, "EP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
-        "Ranks that share the experts of a layer.").only(&["1"]),
+        "Ranks that share the experts of a layer under `veomni`; it divides the experts and the number of trainer ranks."),
     row(PLAN, "GEN_TP", whole(1, 1024), Value("1"), "ranks", Common,
         "Ranks of an engine replica that share its attention heads; it divides the key-value heads.").only(&["1"]),
     row(PLAN, "ENABLE_R3", Bool, Unset("on for a mixture of experts, off for a dense policy"), "", Common,

@@ -66,7 +66,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(TOPOLOGY, "NGPUS_PER_NODE", whole(1, 1024), Value("8"), "GPUs", Common,
         "GPUs of a node; on machines without GPUs, ranks of a node."),
     row(TOPOLOGY, "SP_SIZE", whole(1, 65_536), Value("1"), "ranks", Common,
-        "Ranks that share one sequence; it divides the number of trainer ranks."),
+        "Ranks that share one sequence; it divides the number of trainer ranks and the heads of the policy."),
     row(TOPOLOGY, "DEVICE", Choice(DeviceName::NAMES), Value("auto"), "", Common,
         "Where trainer and engine compute. `auto` takes CUDA where the driver shows a device, else the CPU; `cuda` refuses to start without one. A rank takes the device with its number on the node (`SLURM_LOCALID`), or the only one that it sees."),
     row(TOPOLOGY, "MODEL_DTYPE", Choice(ModelDtype::NAMES), Unset("bf16 on a GPU, f32 on the CPU"), "", Common,

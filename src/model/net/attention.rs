@@ -6,13 +6,15 @@
 //! On CUDA in bf16 one kernel does all segments, however many.
 
 use super::{
+    exchange::{enough_heads, heads_to_tokens, tokens_to_heads},
     fused::{flash_attention, has_flash_attention},
     layout::rotate,
     norm::Norm,
     parameters::{Parameters, Projection},
-    PackedLayout,
+    Exchange, PackedLayout,
 };
 use crate::model::hf::{ModelConfig, Rope};
+use std::sync::Arc;
 use tch::Tensor;
 
 /// Attention of one layer: grouped queries (Ainslie et al., 2023), scale `d^-1/2`.
@@ -67,17 +69,48 @@ impl Attention {
         };
         let k = heads(&self.k.apply(x), self.head_dim);
         let v = heads(&self.v.apply(x), self.head_dim);
+        let (y, gate) = match layout.sequence_group() {
+            None => (self.attend(&q, &k, &v, layout), gate),
+            Some(group) => self.attend_over_ranks(&q, &k, &v, gate, layout, group),
+        };
+        match gate {
+            Some(gate) => self.o.apply(&(y * gate.reshape([tokens, -1]).sigmoid())),
+            None => self.o.apply(&y),
+        }
+    }
+
+    /// All tokens of some heads: `q [T,nq,d]`, `k` and `v [T,nkv,d]` → `[T, nq*d]`.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, layout: &PackedLayout) -> Tensor {
         let (q, k) = match &self.qk_norm {
-            Some((q_norm, k_norm)) => (q_norm.apply(&q), k_norm.apply(&k)),
-            None => (q, k),
+            Some((q_norm, k_norm)) => (q_norm.apply(q), k_norm.apply(k)),
+            None => (q.shallow_clone(), k.shallow_clone()),
         };
         let (cos, sin) = layout.rope(&self.rope);
         let (q, k) = (rotate(&q, &cos, &sin), rotate(&k, &cos, &sin));
-        let mut y = packed_attention(&q, &k, &v, layout);
-        if let Some(gate) = gate {
-            y = &y * gate.reshape([tokens, -1]).sigmoid();
-        }
-        self.o.apply(&y)
+        packed_attention(&q, &k, v, layout)
+    }
+
+    /// All heads of this rank's tokens, by way of all tokens of its heads. The gate crosses the exchange.
+    fn attend_over_ranks(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        gate: Option<Tensor>,
+        layout: &PackedLayout,
+        group: &Arc<dyn Exchange>,
+    ) -> (Tensor, Option<Tensor>) {
+        let (tokens, ranks) = (q.size()[0], group.size());
+        let parts = [q.shallow_clone(), enough_heads(k, ranks), enough_heads(v, ranks)];
+        let shares = parts.iter().map(|t| t.reshape([tokens, ranks, -1]));
+        let widths = parts.each_ref().map(|t| t.size()[1] / ranks * self.head_dim);
+        let together = Tensor::cat(&shares.collect::<Vec<_>>(), -1).view([tokens, -1]);
+        let carry: Vec<&Tensor> = gate.iter().collect();
+        let (mine, mut carried) = tokens_to_heads(layout, group, &together, &carry);
+        let cut = mine.split_with_sizes(widths, -1);
+        let heads = |t: &Tensor| t.reshape([t.size()[0], -1, self.head_dim]);
+        let y = self.attend(&heads(&cut[0]), &heads(&cut[1]), &heads(&cut[2]), layout);
+        (heads_to_tokens(layout, group, &y), carried.pop())
     }
 }
 

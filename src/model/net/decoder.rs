@@ -35,6 +35,11 @@ impl Block for DecoderLayer {
             Mixer::DeltaNet(net) => net.forward(&a, layout),
         };
         let m = self.post_norm.apply(&x);
+        if layout.expert_group().is_some() && matches!(self.mlp, Mlp::Sparse(_)) {
+            // The rows of the experts leave this rank: what lies before them is behind a cut.
+            let parts = layout.cut(&[&x, &m]);
+            return &parts[0] + self.mlp.forward(&parts[1], layout);
+        }
         x + self.mlp.forward(&m, layout)
     }
 

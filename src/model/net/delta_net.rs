@@ -10,12 +10,14 @@
 
 use super::{
     delta_rule::gated_delta_rule,
+    exchange::{enough_heads, heads_to_tokens, tokens_to_heads},
     norm::gated_norm,
     parameters::{Parameters, Projection},
     precision::wide,
-    PackedLayout,
+    Exchange, PackedLayout,
 };
 use crate::model::hf::{LinearAttentionConfig, ModelConfig};
+use std::sync::Arc;
 use tch::Tensor;
 
 /// Delta net of one layer.
@@ -43,6 +45,28 @@ enum Input {
     /// Qwen3-Next: for every key head its query, its key, the values of its value heads, their gates; and
     /// for every key head the b, then the a of its value heads.
     ByKeyHead { qkvz: Projection, ba: Projection },
+}
+
+/// Parameters of the heads that a rank computes.
+struct Share {
+    /// `[channels,1,K]`.
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    /// Channels of queries, keys, values.
+    widths: [i64; 3],
+}
+
+impl Share {
+    fn whole(net: &DeltaNet) -> Self {
+        let (key_dim, value_dim) = (net.sizes.key_dim() as i64, net.sizes.value_dim() as i64);
+        Self {
+            conv: net.conv.shallow_clone(),
+            a_log: net.a_log.shallow_clone(),
+            dt_bias: net.dt_bias.shallow_clone(),
+            widths: [key_dim, key_dim, value_dim],
+        }
+    }
 }
 
 /// What the projections give for `[T,H]`.
@@ -102,12 +126,25 @@ impl DeltaNet {
         }
         let s = &self.sizes;
         let projected = self.project(x);
-        let mixed = convolve(&projected.mixed, &self.conv, layout).silu();
-        let (key_dim, value_dim) = (s.key_dim() as i64, s.value_dim() as i64);
-        let parts = mixed.split_with_sizes([key_dim, key_dim, value_dim], -1);
+        let (o, z) = match layout.sequence_group() {
+            None => (self.mix(&projected, &Share::whole(self), layout), projected.z),
+            Some(group) => self.mix_over_ranks(&projected, layout, group),
+        };
+        let value_dim = s.value_dim() as i64;
+        let o = o.view([tokens, -1, s.value_head_dim as i64]);
+        let y = gated_norm(&o.to_kind(x.kind()), &z, &self.norm, self.eps);
+        self.out.apply(&y.reshape([tokens, value_dim]))
+    }
+
+    /// All tokens of some heads: convolution and delta rule. `[T, Hv*dv]` of these heads, f32.
+    fn mix(&self, projected: &Projected, share: &Share, layout: &PackedLayout) -> Tensor {
+        let s = &self.sizes;
+        let tokens = projected.mixed.size()[0];
+        let mixed = convolve(&projected.mixed, &share.conv, layout).silu();
+        let parts = mixed.split_with_sizes(share.widths, -1);
         let heads = |t: &Tensor, width: usize| t.reshape([tokens, -1, width as i64]);
         let beta = projected.b.sigmoid();
-        let g = -wide(&self.a_log).exp() * (wide(&projected.a) + wide(&self.dt_bias)).softplus();
+        let g = -wide(&share.a_log).exp() * (wide(&projected.a) + wide(&share.dt_bias)).softplus();
         let o = gated_delta_rule(
             &heads(&parts[0], s.key_head_dim),
             &heads(&parts[1], s.key_head_dim),
@@ -116,8 +153,74 @@ impl DeltaNet {
             &beta,
             layout.chunk_grid(),
         );
-        let y = gated_norm(&o.to_kind(x.kind()), &projected.z, &self.norm, self.eps);
-        self.out.apply(&y.reshape([tokens, value_dim]))
+        o.reshape([tokens, -1])
+    }
+
+    /// All heads of this rank's tokens, by way of all tokens of its heads. The gate `z` belongs to tokens
+    /// and crosses the exchange.
+    fn mix_over_ranks(
+        &self,
+        projected: &Projected,
+        layout: &PackedLayout,
+        group: &Arc<dyn Exchange>,
+    ) -> (Tensor, Tensor) {
+        let s = &self.sizes;
+        let ranks = group.size();
+        let tokens = projected.mixed.size()[0];
+        let (key_dim, value_dim) = (s.key_dim() as i64, s.value_dim() as i64);
+        let parts = projected
+            .mixed
+            .split_with_sizes([key_dim, key_dim, value_dim], -1);
+        let keys = |t: &Tensor| enough_heads(&t.view([tokens, -1, s.key_head_dim as i64]), ranks);
+        let all = [
+            keys(&parts[0]),
+            keys(&parts[1]),
+            parts[2].shallow_clone(),
+            projected.b.shallow_clone(),
+            projected.a.shallow_clone(),
+        ];
+        let shares: Vec<Tensor> = all.iter().map(|t| t.reshape([tokens, ranks, -1])).collect();
+        let widths = [0, 1, 2, 3, 4].map(|i: usize| shares[i].size()[2]);
+        let together = Tensor::cat(&shares, -1).view([tokens, -1]);
+        let (mine, mut carried) = tokens_to_heads(layout, group, &together, &[&projected.z]);
+        let mixed_width = widths[0] + widths[1] + widths[2];
+        let cut = mine.split_with_sizes([mixed_width, widths[3], widths[4]], -1);
+        let own = Projected {
+            mixed: cut[0].shallow_clone(),
+            z: carried.remove(0),
+            b: cut[1].shallow_clone(),
+            a: cut[2].shallow_clone(),
+        };
+        let share = self.share(group.place(), ranks);
+        let o = self.mix(&own, &share, layout);
+        (heads_to_tokens(layout, group, &o), own.z)
+    }
+
+    /// The parameters of the heads of one of `ranks` ranks.
+    fn share(&self, place: i64, ranks: i64) -> Share {
+        let s = &self.sizes;
+        let (dk, key_heads) = (s.key_head_dim as i64, s.num_key_heads as i64);
+        let (key_dim, value_dim) = (s.key_dim() as i64, s.value_dim() as i64);
+        // A key head serves a run of value heads; where there are fewer than ranks, several ranks use it.
+        let own_keys = (key_heads / ranks).max(1);
+        let first_key = place * key_heads / ranks;
+        let own_values = value_dim / ranks;
+        let rows = |start: i64, count: i64| self.conv.narrow(0, start, count);
+        let conv = Tensor::cat(
+            &[
+                rows(first_key * dk, own_keys * dk),
+                rows(key_dim + first_key * dk, own_keys * dk),
+                rows(2 * key_dim + place * own_values, own_values),
+            ],
+            0,
+        );
+        let heads = s.num_value_heads as i64 / ranks;
+        Share {
+            conv,
+            a_log: self.a_log.narrow(0, place * heads, heads),
+            dt_bias: self.dt_bias.narrow(0, place * heads, heads),
+            widths: [own_keys * dk, own_keys * dk, own_values],
+        }
     }
 
     fn project(&self, x: &Tensor) -> Projected {

@@ -1,6 +1,6 @@
 //! Where the segments of a packed row start, what follows from it, and the routing of its tokens.
 
-use super::delta_rule::ChunkGrid;
+use super::{delta_rule::ChunkGrid, exchange::Exchanges};
 use crate::model::hf::Rope;
 use std::{
     cell::{OnceCell, RefCell},
@@ -44,6 +44,7 @@ pub struct PackedLayout {
     memory: Option<Rc<dyn AttentionMemory>>,
     replay: Vec<Tensor>,
     record: RefCell<Option<Vec<Routing>>>,
+    pub(super) exchanges: Exchanges,
 }
 
 struct RopeTable {
@@ -73,6 +74,7 @@ impl PackedLayout {
             memory: None,
             replay: Vec::new(),
             record: RefCell::new(None),
+            exchanges: Exchanges::default(),
         }
     }
 
@@ -96,6 +98,7 @@ impl PackedLayout {
             memory: Some(memory),
             replay: Vec::new(),
             record: RefCell::new(None),
+            exchanges: Exchanges::default(),
         }
     }
 
@@ -120,8 +123,11 @@ impl PackedLayout {
         self.record.borrow_mut().take().unwrap_or_default()
     }
 
-    pub(super) fn replay(&self, sparse_layer: usize) -> Option<&Tensor> {
-        self.replay.get(sparse_layer)
+    /// Of this rank's tokens.
+    pub(super) fn replay(&self, sparse_layer: usize) -> Option<Tensor> {
+        let (start, count) = self.own_tokens();
+        let of_row = self.replay.get(sparse_layer)?;
+        Some(of_row.narrow(0, start, count))
     }
 
     pub(super) fn record(&self, routing: &Routing) {

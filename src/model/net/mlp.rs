@@ -72,7 +72,7 @@ impl SharedExpert {
 impl SparseMlp {
     fn forward(&self, x: &Tensor, layout: &PackedLayout) -> Tensor {
         let routing = self.router.route(x, layout);
-        let y = self.experts.forward(x, &routing);
+        let y = self.experts.forward(x, &routing, layout);
         match &self.shared {
             Some(shared) => y + shared.gate.apply(x).sigmoid() * shared.mlp.forward(x),
             None => y,

@@ -22,6 +22,7 @@ mod delta_rule;
 mod delta_rule_tests;
 mod device;
 mod dispatcher;
+mod exchange;
 mod experts;
 mod fused;
 mod layout;
@@ -47,6 +48,7 @@ mod tests;
 mod trace;
 
 pub use device::{choose_device, DeviceChoice, DeviceError};
+pub use exchange::{Exchange, LayerGroups, Tape};
 pub(crate) use fused::{flash_attention, has_flash_attention};
 pub use fused::{fused_adamw, AdamWStep, AdamWTensors};
 pub(crate) use layout::rope_table;

@@ -32,21 +32,59 @@ pub struct Policy {
     final_norm: Norm,
     head: Option<(String, Tensor)>,
     compute: ComputeType,
+    is_partial: bool,
 }
 
 impl Policy {
     /// Reads a model folder. Stored bf16 and f16 values are widened.
     pub fn load(dir: &Path, device: Device) -> Result<Self, ModelError> {
+        Self::load_each(dir, device, |_, whole| whole)
+    }
+
+    /// Reads a model folder tensor by tensor and keeps what `part` makes of each. The network cannot compute
+    /// before its parameters have their shapes again.
+    pub fn load_parts(
+        dir: &Path,
+        device: Device,
+        part: impl FnMut(&TensorSpec, Tensor) -> Tensor,
+    ) -> Result<Self, ModelError> {
+        let mut policy = Self::load_each(dir, device, part)?;
+        policy.is_partial = true;
+        Ok(policy)
+    }
+
+    fn load_each(
+        dir: &Path,
+        device: Device,
+        mut part: impl FnMut(&TensorSpec, Tensor) -> Tensor,
+    ) -> Result<Self, ModelError> {
         let config = ModelConfig::from_dir(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         Self::build(config, device, |spec| {
             let stored = checkpoint.read(spec)?;
-            tensor_from_weight(&stored.to_weight(), &shape_of(spec), device).map_err(|e| ModelError::Tensor {
+            let whole = tensor_from_weight(&stored.to_weight(), &shape_of(spec), device);
+            let whole = whole.map_err(|e| ModelError::Tensor {
                 name: spec.name.clone(),
                 path: stored.path,
                 problem: e.to_string(),
-            })
+            })?;
+            Ok(part(spec, whole))
         })
+    }
+
+    /// True when the parameters are what [`Policy::load_parts`] kept.
+    pub fn is_partial(&self) -> bool {
+        self.is_partial
+    }
+
+    /// Shapes of the whole parameters, in the order of [`Policy::parameters`].
+    pub fn shapes(&self) -> Vec<Vec<i64>> {
+        let config = &self.config;
+        let mut specs = vec![config.embedding_spec()];
+        (0..config.num_hidden_layers).for_each(|layer| specs.extend(config.layer_table(layer)));
+        specs.push(config.norm_spec());
+        specs.extend(config.head_spec());
+        specs.iter().map(shape_of).collect()
     }
 
     /// New weights as transformers initialises them: matrices normal with `initializer_range`, norms one
@@ -138,6 +176,7 @@ impl Policy {
             final_norm,
             head,
             compute: ComputeType::F32,
+            is_partial: false,
         })
     }
 

@@ -35,11 +35,12 @@ mod tests;
 pub use stream::DecodeStream;
 
 use aho_corasick::{AhoCorasick, MatchKind};
-use fast::FastBpe;
+use fast::{FastBpe, NumberHasher};
 use serde_json::Value;
 use std::{
     borrow::Cow,
     collections::{BTreeSet, HashMap},
+    hash::BuildHasherDefault,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -88,7 +89,7 @@ struct Special {
 /// Stretches that many conversations share, such as system prompts with tools.
 #[derive(Default)]
 struct Segments {
-    ids: HashMap<Box<str>, Arc<[u32]>>,
+    ids: HashMap<Box<str>, Arc<[u32]>, BuildHasherDefault<NumberHasher>>,
     bytes: usize,
 }
 

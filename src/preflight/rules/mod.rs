@@ -39,6 +39,7 @@ mod memory;
 mod model_folder;
 mod not_in_this_version;
 mod open_files;
+mod parallel_sizes;
 mod placeholder;
 mod port_range;
 mod proxy_address;
@@ -73,6 +74,7 @@ pub const ALL: &[&Rule] = &[
     &topology::RULE,
     &world_size::RULE,
     &tensor_parallel::RULE,
+    &parallel_sizes::RULE,
     &device::RULE,
     &memory::RULE,
     &veomni::RULE,

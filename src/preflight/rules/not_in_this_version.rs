@@ -2,10 +2,7 @@
 //! or delete the row; variables of less weight say it in their own row of the table of variables.
 
 use crate::{
-    config::{
-        values::{RunKind, TrainingMode},
-        Settings,
-    },
+    config::{values::RunKind, Settings},
     preflight::{Facts, Outcome, Rule, Verdict, EVERY_RUN},
 };
 
@@ -24,7 +21,11 @@ type Row = (&'static str, fn(&Settings) -> String, &'static [&'static str]);
 
 const ROWS: &[Row] = &[
     ("BACKEND", |s| s.run.backend.to_string(), &["process"]),
-    ("MODEL_ENGINE", |s| s.run.model_engine.to_string(), &["fsdp"]),
+    (
+        "MODEL_ENGINE",
+        |s| s.run.model_engine.to_string(),
+        &["fsdp", "veomni"],
+    ),
     (
         "SCAFFOLD",
         |s| s.run.scaffold.to_string(),
@@ -35,7 +36,6 @@ const ROWS: &[Row] = &[
         |s| s.model.tool_call_parser.to_string(),
         &["hermes", "qwen3_coder", "auto"],
     ),
-    ("SP_SIZE", |s| s.topology.sp_size.to_string(), &["1"]),
 ];
 
 /// Kinds of run that can be launched.
@@ -78,19 +78,6 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             ));
         }
     }
-    let trainers = s.train_ranks();
-    let several = s.run.kind == RunKind::Train && trainers > 1;
-    if several && s.run.training_mode == TrainingMode::Async {
-        missing.push(format!(
-            "{trainers} trainer ranks (N_NODES_TRAIN x NGPUS_PER_NODE) are not in this version; use 1"
-        ));
-    }
-    if missing.is_empty() && several {
-        return vec![(
-            Verdict::Warn,
-            format!("one of the {trainers} ranks trains in this version; the others only generate"),
-        )];
-    }
     if missing.is_empty() {
         let run = &s.run;
         return vec![(
@@ -120,17 +107,22 @@ mod tests {
     }
 
     #[test]
-    fn several_trainer_ranks_are_not_sharded_yet() {
-        let asynchronous = ["TRAINING_MODE=async", "NNODES=3", "N_NODES_ROLLOUT=1"];
-        let found = check(&settings(&asynchronous), Some(&facts()));
+    fn several_trainer_ranks_can_be_launched() {
+        let asynchronous = [
+            "TRAINING_MODE=async",
+            "NNODES=3",
+            "N_NODES_ROLLOUT=1",
+            "MODEL_ENGINE=veomni",
+            "SP_SIZE=2",
+        ];
+        for set in [&asynchronous[..], &["NNODES=2"]] {
+            let found = check(&settings(set), Some(&facts()));
+            assert!(found.iter().all(|(v, _)| *v == Verdict::Ok), "{found:?}");
+        }
+        let found = check(&settings(&["MODEL_ENGINE=megatron"]), Some(&facts()));
         assert!(
-            found[0].0 == Verdict::Fatal && found[0].1.starts_with("2 trainer ranks"),
+            found[0].0 == Verdict::Fatal && found[0].1.contains("use fsdp or veomni"),
             "{found:?}"
-        );
-        let sync = check(&settings(&["NNODES=2"]), Some(&facts()));
-        assert!(
-            sync[0].0 == Verdict::Warn && sync[0].1.contains("of the 2 ranks"),
-            "{sync:?}"
         );
     }
 

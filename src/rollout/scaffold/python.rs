@@ -17,6 +17,7 @@
 //! | 3 | it made all its model calls, or the proxy let it make no more |
 
 use super::{process, AgentRequest, AgentRun, Runtime, RuntimeConfig, ScaffoldError};
+use crate::base::error_chain;
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
 use serde_json::{json, Value};
 use std::collections::BTreeMap;
@@ -77,12 +78,20 @@ impl PythonAgent {
             turn_limit_code: Some(TURN_LIMIT),
         };
         let run = process::run(sandbox, request, command).await?;
+        // The folder is in the policy's reach: a record that it spoiled is lost, and the trial counts all the same.
         // An agent that ended before it wrote anything left no folder.
-        sandbox.make_dir(LOGS).await.map_err(process::failed(self.name))?;
-        sandbox
-            .download(LOGS, &request.log_dir)
-            .await
-            .map_err(process::failed(self.name))?;
+        let taken = match sandbox.make_dir(LOGS).await {
+            Ok(()) => sandbox.download(LOGS, &request.log_dir).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = taken {
+            tracing::warn!(
+                scaffold = self.name,
+                session = %request.endpoint.session,
+                "the agent's records in {LOGS} cannot be read: {}",
+                error_chain(&error)
+            );
+        }
         Ok(run)
     }
 

@@ -58,6 +58,7 @@
 //! [`Buffer::retain`] alone: shards whose every trial was trained before the oldest checkpoint that is
 //! kept. The delivery log stays, as the history of the run.
 
+mod batch_bytes;
 mod deliveries;
 mod error;
 mod manifest;

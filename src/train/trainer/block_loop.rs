@@ -7,36 +7,48 @@
 //! Sublinear Memory Cost", with segments of one block.) Where memory is plentiful, the forward pass may
 //! keep the graph of every block instead ([`BackwardMode::BlockGraphs`]); the gradients are the same.
 //!
-//! Legend: T tokens, H hidden, N sampled tokens, V vocabulary.
+//! Over several ranks the parameters of a block are gathered while the block before it computes, and its
+//! gradients are summed while the next one does ([`super::shards`]). Ranks that share a sequence have equal
+//! runs of one packed row, which is padded with tokens that nothing is learned from.
+//!
+//! Legend: T tokens (of this rank), H hidden, N sampled tokens (of this rank), V vocabulary.
 
 use super::{
     head::{self, HeadInput},
+    mesh::Mesh,
     replay,
     samples::{Samples, TokenValues},
-    BackwardMode, TrainerConfig,
+    shards::{PendingGradients, Shards},
+    BackwardMode, TrainError, TrainerConfig,
 };
 use crate::{
-    model::net::{PackedLayout, Policy},
+    model::net::{PackedLayout, Policy, Tape},
     train::algorithm::SequenceDerivatives,
 };
-use std::collections::HashMap;
+use std::{collections::HashMap, ops::Range};
 use tch::{no_grad, Device, Kind, Tensor};
 
-/// Whole sequences in one packed row.
+/// Whole sequences in one packed row, or this rank's run of its tokens.
 pub(super) struct PackedBatch {
     /// `[T]` i64.
     ids: Tensor,
+    /// Of the whole row.
     layout: PackedLayout,
-    /// `[N]` i64: places in the row whose output predicts a sampled token.
+    /// `[N]` i64: places in the run whose output predicts a sampled token.
     rows: Tensor,
     /// `[N]` i64: the sampled tokens.
     targets: Tensor,
-    /// Sampled tokens by sequence.
+    /// Sampled tokens of the whole row by sequence.
     counts: Vec<usize>,
+    /// Sampled tokens of the whole row by the rank that has them.
+    shares: Vec<usize>,
+    /// Which of them this rank has.
+    own: Range<usize>,
 }
 
 impl PackedBatch {
-    pub(super) fn new(samples: &Samples, indices: &[usize], device: Device) -> Self {
+    /// Without sequences there is a row of padding: all ranks of a mesh take part in every pass.
+    pub(super) fn new(samples: &Samples, indices: &[usize], device: Device, mesh: Option<&Mesh>) -> Self {
         let mut ids = Vec::new();
         let (mut rows, mut targets) = (Vec::new(), Vec::new());
         let (mut lengths, mut counts) = (Vec::new(), Vec::new());
@@ -49,20 +61,56 @@ impl PackedBatch {
             lengths.push(sample.ids.len());
             counts.push(sample.sampled.len());
         }
+        let (ranks, place) = mesh.map_or((1, 0), |mesh| (mesh.sequence.ranks(), mesh.sequence.index()));
+        if mesh.is_some() {
+            let padding = ids.len().max(1).next_multiple_of(ranks) - ids.len();
+            ids.resize(ids.len() + padding, 0);
+            lengths.push(padding);
+        }
+        let mut layout = PackedLayout::new(&lengths, device);
+        if let Some(mesh) = mesh {
+            layout = layout.with_groups(mesh.layer_groups());
+        }
+        let run = ids.len() / ranks;
+        let mut shares = vec![0; ranks];
+        rows.iter().for_each(|row| shares[*row as usize / run] += 1);
+        let before: usize = shares[..place].iter().sum();
+        let own = before..before + shares[place];
+        let first = (place * run) as i64;
+        let own_rows: Vec<i64> = rows[own.clone()].iter().map(|row| row - first).collect();
         let tensor = |values: &[i64]| Tensor::from_slice(values).to_device(device);
         Self {
-            ids: tensor(&ids),
-            layout: PackedLayout::new(&lengths, device),
-            rows: tensor(&rows),
-            targets: tensor(&targets),
+            ids: tensor(&ids[place * run..(place + 1) * run]),
+            layout,
+            rows: tensor(&own_rows),
+            targets: tensor(&targets[own.clone()]),
             counts,
+            shares,
+            own,
         }
+    }
+
+    /// Numbers of all sampled tokens of the row, from those of this rank.
+    pub(super) fn whole_column(&self, own: Vec<f64>, mesh: Option<&Mesh>) -> Result<Vec<f64>, TrainError> {
+        match mesh.filter(|mesh| mesh.sequence.ranks() > 1) {
+            None => Ok(own),
+            Some(mesh) => {
+                let phase = "values of a shared sequence";
+                Ok(mesh.sequence.gather_numbers(phase, &own, &self.shares)?.concat())
+            }
+        }
+    }
+
+    /// This rank's part of numbers of all sampled tokens of the row.
+    pub(super) fn own_part<'n>(&self, numbers: &'n [f64]) -> &'n [f64] {
+        &numbers[self.own.clone()]
     }
 
     /// Takes the experts of these sequences, the same as in [`PackedBatch::new`], from their records.
     pub(super) fn replaying(mut self, samples: &Samples, indices: &[usize]) -> Self {
         let device = self.ids.device();
-        self.layout = match replay::experts(samples, indices, device) {
+        let tokens = self.layout.num_tokens();
+        self.layout = match replay::experts(samples, indices, tokens, device) {
             Some(experts) => self.layout.with_replay(experts),
             None => self.layout,
         };
@@ -120,11 +168,13 @@ impl TokenDerivatives {
     }
 }
 
-/// Gradients of all parameters, summed over micro-batches.
+/// Gradients of this rank's share of all parameters, summed over micro-batches.
 pub(super) struct Gradients {
-    /// In the order of [`Policy::parameters`].
+    /// In the order of [`Shards::trained`].
     pub tensors: Vec<Tensor>,
     places: HashMap<String, usize>,
+    /// Sums over the ranks that have not arrived.
+    pub pending: Vec<PendingGradients>,
 }
 
 impl Gradients {
@@ -133,6 +183,7 @@ impl Gradients {
         Self {
             tensors,
             places: HashMap::new(),
+            pending: Vec::new(),
         }
     }
 
@@ -144,6 +195,7 @@ impl Gradients {
                 .enumerate()
                 .map(|(i, (name, _))| (name, i))
                 .collect(),
+            pending: Vec::new(),
         }
     }
 
@@ -154,12 +206,12 @@ impl Gradients {
         }
     }
 
-    /// Norm over all parameters.
-    pub(super) fn global_norm(&self) -> f64 {
+    /// Sum of squares over all of them.
+    pub(super) fn square(&self) -> f64 {
         // One look at the device for all tensors.
         let norms: Vec<Tensor> = self.tensors.iter().map(|g| g.norm()).collect();
         let norms = to_vec(&Tensor::stack(&norms, 0));
-        norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt()
+        norms.iter().map(|norm| norm * norm).sum::<f64>()
     }
 
     /// Scales all gradients so that their norm, now `norm`, is at most `limit`.
@@ -197,48 +249,104 @@ pub(super) struct KeptBlock {
     /// `[T,H]`.
     input: Tensor,
     /// With its graph back to `input`, where graphs are kept instead of computed again.
-    output: Option<Tensor>,
+    output: Option<(Tensor, Tape)>,
 }
 
-/// A policy with the settings that its passes need.
+/// A policy with its parameters and the settings that its passes need.
 pub(super) struct Network<'a> {
     policy: &'a Policy,
+    shards: &'a Shards,
     config: &'a TrainerConfig,
 }
 
 impl<'a> Network<'a> {
-    pub(super) fn new(policy: &'a Policy, config: &'a TrainerConfig) -> Self {
-        Self { policy, config }
+    pub(super) fn new(policy: &'a Policy, shards: &'a Shards, config: &'a TrainerConfig) -> Self {
+        Self {
+            policy,
+            shards,
+            config,
+        }
+    }
+
+    pub(super) fn pack(&self, samples: &Samples, indices: &[usize]) -> PackedBatch {
+        PackedBatch::new(samples, indices, self.policy.device(), self.shards.mesh())
+    }
+
+    /// Unit of the final norm and the head.
+    fn last_unit(&self) -> usize {
+        Shards::last(self.policy.blocks().len())
+    }
+
+    fn is_tied(&self) -> bool {
+        self.policy.config.head_spec().is_none()
+    }
+
+    /// Gathers what the head needs. A tied head is the embedding.
+    fn load_head(&self) -> Result<(), TrainError> {
+        if self.is_tied() {
+            self.shards.load(Shards::EMBEDDING)?;
+        }
+        self.shards.load(self.last_unit())
+    }
+
+    fn release_head(&self) {
+        if self.is_tied() {
+            self.shards.release(Shards::EMBEDDING);
+        }
+        self.shards.release(self.last_unit());
+    }
+
+    /// An error when ranks did not come to an exchange inside of a layer.
+    fn check(&self) -> Result<(), TrainError> {
+        self.shards.mesh().map_or(Ok(()), Mesh::check)
     }
 
     /// Log-probabilities and entropies of the sampled tokens. `keep` says that [`Network::backward`]
     /// will follow.
-    pub(super) fn forward(&self, packed: &PackedBatch, keep: bool) -> Kept {
+    pub(super) fn forward(&self, packed: &PackedBatch, keep: bool) -> Result<Kept, TrainError> {
         if keep && self.config.backward == BackwardMode::WholeGraph {
-            return self.forward_whole_graph(packed);
+            return Ok(self.forward_whole_graph(packed));
         }
-        let (blocks, x) = self.trunk(packed, keep);
-        let values = no_grad(|| head::values(&self.head(packed, &packed.predicting(&x))));
+        let (blocks, x) = self.trunk(packed, keep)?;
+        self.load_head()?;
+        let own = no_grad(|| head::values(&self.head(packed, &packed.predicting(&x))));
+        self.release_head();
+        let mesh = self.shards.mesh();
+        let values = TokenValues {
+            logprobs: packed.whole_column(own.logprobs, mesh)?,
+            entropies: packed.whole_column(own.entropies, mesh)?,
+        };
         let graph = if keep {
             Graph::Blocks { blocks, last: x }
         } else {
             Graph::None
         };
-        Kept { values, graph }
+        Ok(Kept { values, graph })
     }
 
     /// Inputs of the blocks where they are to be kept, and the output of the last one, `[T,H]`.
-    pub(super) fn trunk(&self, packed: &PackedBatch, keep: bool) -> (Vec<KeptBlock>, Tensor) {
+    pub(super) fn trunk(
+        &self,
+        packed: &PackedBatch,
+        keep: bool,
+    ) -> Result<(Vec<KeptBlock>, Tensor), TrainError> {
+        let keep_graphs = keep && self.config.backward == BackwardMode::BlockGraphs;
+        self.shards.load(Shards::EMBEDDING)?;
+        self.shards.prefetch(1)?;
         let mut x = no_grad(|| self.policy.embed(&packed.ids));
+        self.shards.release(Shards::EMBEDDING);
         let mut blocks = Vec::new();
-        for block in self.policy.blocks() {
-            if keep && self.config.backward == BackwardMode::BlockGraphs {
+        for (i, block) in self.policy.blocks().iter().enumerate() {
+            let unit = i + 1;
+            self.shards.load(unit)?;
+            self.shards.prefetch(unit + 1)?;
+            if keep_graphs {
                 let input = x.set_requires_grad(true);
-                let output = block.forward(&input, &packed.layout);
+                let (output, tape) = packed.layout.taped(|| block.forward(&input, &packed.layout));
                 x = output.detach();
                 blocks.push(KeptBlock {
                     input,
-                    output: Some(output),
+                    output: Some((output, tape)),
                 });
             } else {
                 let output = no_grad(|| block.forward(&x, &packed.layout));
@@ -246,9 +354,11 @@ impl<'a> Network<'a> {
                 if keep {
                     blocks.push(KeptBlock { input, output: None });
                 }
+                self.shards.release(unit);
             }
+            self.check()?;
         }
-        (blocks, x)
+        Ok((blocks, x))
     }
 
     fn head<'b>(&'b self, packed: &'b PackedBatch, hidden: &Tensor) -> HeadInput<'b> {
@@ -268,35 +378,55 @@ impl<'a> Network<'a> {
         kept: Kept,
         derivatives: &TokenDerivatives,
         gradients: &mut Gradients,
-    ) {
+    ) -> Result<(), TrainError> {
         let (blocks, last) = match kept.graph {
             Graph::Blocks { blocks, last } => (blocks, last),
             Graph::Whole { logprobs, entropies } => {
-                return self.backward_whole_graph(&logprobs, &entropies, derivatives, gradients);
+                self.backward_whole_graph(&logprobs, &entropies, derivatives, gradients);
+                return Ok(());
             }
             Graph::None => unreachable!("backward follows a forward pass that kept its inputs"),
         };
-        let by_logprob = self.column(&derivatives.logprobs, &last);
+        let by_logprob = self.column(packed.own_part(&derivatives.logprobs), &last);
         let by_entropy = derivatives
             .entropies
             .iter()
             .any(|d| *d != 0.0)
-            .then(|| self.column(&derivatives.entropies, &last));
+            .then(|| self.column(packed.own_part(&derivatives.entropies), &last));
 
         // Head and final norm touch only the rows that predict a sampled token.
+        self.load_head()?;
+        self.shards.prefetch(self.last_unit() - 1)?;
         let head = self.head(packed, &packed.predicting(&last));
         let norm_name = self.policy.config.norm_spec().name;
-        let head_name = self
-            .policy
-            .config
-            .head_spec()
-            .map_or_else(|| self.policy.config.embedding_spec().name, |spec| spec.name);
         let norm = self.parameter(&norm_name);
+        let mut sums = [Tensor::new(), Tensor::new()];
         let by_rows = head::backward(&head, &norm, &by_logprob, by_entropy.as_ref(), |norm, weight| {
-            gradients.add(&norm_name, norm);
-            gradients.add(&head_name, weight);
+            for (sum, more) in sums.iter_mut().zip([norm, weight]) {
+                if sum.defined() {
+                    let _ = sum.g_add_(more);
+                } else {
+                    *sum = more.copy();
+                }
+            }
         });
-        self.trunk_backward(packed, blocks, last, &by_rows, gradients);
+        self.release_head();
+        let [by_norm, by_weight] = sums;
+        let unit = self.last_unit();
+        match self.policy.config.head_spec() {
+            Some(spec) => {
+                let found = [(&norm_name[..], by_norm), (&spec.name[..], by_weight)];
+                self.shards.add_gradients(unit, &found, gradients)?;
+            }
+            None => {
+                let embedding = self.policy.config.embedding_spec().name;
+                self.shards
+                    .add_gradients(unit, &[(&norm_name[..], by_norm)], gradients)?;
+                self.shards
+                    .add_gradients(Shards::EMBEDDING, &[(&embedding[..], by_weight)], gradients)?;
+            }
+        }
+        self.trunk_backward(packed, blocks, last, &by_rows, gradients)
     }
 
     /// Adds the gradients of embedding and blocks, from the gradient `by_rows [N,H]` of the rows of `last`
@@ -308,37 +438,49 @@ impl<'a> Network<'a> {
         last: Tensor,
         by_rows: &Tensor,
         gradients: &mut Gradients,
-    ) {
+    ) -> Result<(), TrainError> {
         let mut incoming = last.zeros_like().index_copy(0, &packed.rows, by_rows);
         drop(last);
 
-        for (block, kept) in self.policy.blocks().iter().zip(blocks).rev() {
-            let (input, output) = match kept.output {
+        for (i, kept) in blocks.into_iter().enumerate().rev() {
+            let (block, unit) = (&self.policy.blocks()[i], i + 1);
+            self.shards.load(unit)?;
+            self.shards.prefetch(unit - 1)?;
+            let (input, (output, tape)) = match kept.output {
                 Some(output) => (kept.input, output),
                 None => {
                     let input = kept.input.detach().set_requires_grad(true);
-                    let output = block.forward(&input, &packed.layout);
+                    let output = packed.layout.taped(|| block.forward(&input, &packed.layout));
                     (input, output)
                 }
             };
             let parameters = block.parameters();
             let mut wanted = vec![input];
             wanted.extend(parameters.iter().map(|(_, p)| p.shallow_clone()));
-            let mut found = vector_jacobian(&output, &incoming, &wanted).into_iter();
+            let mut found = tape.vector_jacobian(&output, &incoming, &wanted).into_iter();
             incoming = found
                 .next()
                 .unwrap_or_else(|| unreachable!("one gradient per input"));
-            for ((name, _), gradient) in parameters.iter().zip(found) {
-                gradients.add(name, &gradient);
-            }
+            drop((output, wanted));
+            self.check()?;
+            self.shards.release(unit);
+            let named = parameters.iter().map(|(name, _)| &name[..]);
+            let found: Vec<(&str, Tensor)> = named.zip(found).collect();
+            self.shards.add_gradients(unit, &found, gradients)?;
         }
 
+        self.shards.load(Shards::EMBEDDING)?;
         let embedded = self.policy.embed(&packed.ids);
-        let embedding_name = self.policy.config.embedding_spec().name;
-        let embedding = self.parameter(&embedding_name);
-        for gradient in vector_jacobian(&embedded, &incoming, &[embedding]) {
-            gradients.add(&embedding_name, &gradient);
+        let name = self.policy.config.embedding_spec().name;
+        let embedding = self.parameter(&name);
+        let found = vector_jacobian(&embedded, &incoming, &[embedding]);
+        drop(embedded);
+        self.shards.release(Shards::EMBEDDING);
+        for gradient in found {
+            self.shards
+                .add_gradients(Shards::EMBEDDING, &[(&name[..], gradient)], gradients)?;
         }
+        Ok(())
     }
 
     fn forward_whole_graph(&self, packed: &PackedBatch) -> Kept {

@@ -8,20 +8,23 @@
 //! Forward and backward go block by block like the policy's ([`super::block_loop`]).
 
 use super::{
-    block_loop::{to_vec, vector_jacobian, Gradients, Network, PackedBatch},
+    block_loop::{to_vec, vector_jacobian, Gradients, Network},
+    dealing::deal,
+    mesh::Mesh,
     optimizer::{AdamW, Moments},
-    packing::pack,
     samples::Samples,
-    TrainerConfig,
+    shards::{units_of, Given, Shards},
+    TrainError, TrainerConfig,
 };
 use crate::{
     base::WeightError,
-    model::net::{tensor_from_weight, weight_from_tensor, Policy},
+    model::net::Policy,
     train::{
         algorithm::{ObjectiveScale, ValueSums},
         checkpoint::CriticState,
     },
 };
+use std::sync::Arc;
 use tch::{no_grad, Tensor};
 
 const HEAD: &str = "score.weight";
@@ -34,6 +37,7 @@ pub(super) struct Critic {
     head: Tensor,
     /// `[1]`.
     bias: Tensor,
+    shards: Shards,
     optimizer: AdamW,
 }
 
@@ -48,24 +52,58 @@ pub(super) struct CriticUpdate {
 
 impl Critic {
     /// A critic that predicts 0 everywhere.
-    pub(super) fn new(config: &TrainerConfig, trunk: Policy) -> Self {
+    pub(super) fn new(config: &TrainerConfig, trunk: Policy, mesh: Option<Arc<Mesh>>) -> Self {
         let like = trunk.head_weight();
         let options = (like.kind(), like.device());
-        let hidden = like.size()[1];
+        let hidden = trunk.config.hidden_size as i64;
         let leaf = |shape: &[i64]| Tensor::zeros(shape, options).set_requires_grad(true);
         let (head, bias) = (leaf(&[1, hidden]), leaf(&[1]));
-        let optimizer = AdamW::new(config.optimizer, parameters(&trunk, &head, &bias));
+        let mut units = units_of(&trunk, false);
+        units.push((
+            "value head".into(),
+            vec![Given::whole(HEAD, &head), Given::whole(BIAS, &bias)],
+        ));
+        let shards = Shards::new(units, mesh);
+        let optimizer = AdamW::new(config.optimizer, &shards);
         Self {
             trunk,
             head,
             bias,
+            shards,
             optimizer,
         }
     }
 
     /// Every trained parameter by name; shallow clones.
+    #[cfg(test)]
     pub(super) fn parameters(&self) -> Vec<(String, Tensor)> {
-        parameters(&self.trunk, &self.head, &self.bias)
+        let trained = self.shards.trained();
+        trained
+            .into_iter()
+            .map(|(name, tensor, _)| (name, tensor))
+            .collect()
+    }
+
+    fn network<'a>(&'a self, config: &'a TrainerConfig) -> Network<'a> {
+        Network::new(&self.trunk, &self.shards, config)
+    }
+
+    /// Units of the final norm and of the value head.
+    fn last_units(&self) -> [usize; 2] {
+        let norm = Shards::last(self.trunk.blocks().len());
+        [norm, norm + 1]
+    }
+
+    /// Runs `work` while final norm and value head are here.
+    fn with_head<T>(&self, work: impl FnOnce() -> T) -> Result<T, TrainError> {
+        for unit in self.last_units() {
+            self.shards.load(unit)?;
+        }
+        let result = work();
+        for unit in self.last_units() {
+            self.shards.release(unit);
+        }
+        Ok(result)
     }
 
     /// Updates made so far.
@@ -81,17 +119,23 @@ impl Critic {
     }
 
     /// Sets the predictions of all sequences.
-    pub(super) fn predict(&self, config: &TrainerConfig, samples: &mut Samples) {
-        let network = Network::new(&self.trunk, config);
+    pub(super) fn predict(&self, config: &TrainerConfig, samples: &mut Samples) -> Result<(), TrainError> {
+        let network = self.network(config);
+        let mesh = self.shards.mesh();
         let all: Vec<usize> = (0..samples.sequences.len()).collect();
-        for micro_batch in pack(&samples.lengths(&all), config.max_token_len_per_gpu) {
-            let packed = PackedBatch::new(samples, &micro_batch, self.trunk.device());
-            let (_, last) = network.trunk(&packed, false);
-            let values = no_grad(|| to_vec(&self.values(&packed.predicting(&last))));
+        let dealt = deal(&samples.lengths(&all), config.max_token_len_per_gpu, mesh);
+        for micro_batch in dealt.own() {
+            let packed = network.pack(samples, micro_batch);
+            let (_, last) = network.trunk(&packed, false)?;
+            let values = self.with_head(|| no_grad(|| to_vec(&self.values(&packed.predicting(&last)))))?;
+            let values = packed.whole_column(values, mesh)?;
             for (&index, values) in micro_batch.iter().zip(packed.split_column(&values)) {
                 samples.sequences[index].values = values;
             }
         }
+        dealt.share("predictions", mesh, &mut samples.sequences, |sample| {
+            vec![&mut sample.values]
+        })
     }
 
     /// One optimizer update over the sequences of a mini-batch.
@@ -101,9 +145,9 @@ impl Critic {
         samples: &Samples,
         mini_batch: &[usize],
         lr: f64,
-    ) -> CriticUpdate {
-        let (mut gradients, sums) = self.gradients(config, samples, mini_batch);
-        let grad_norm = gradients.global_norm();
+    ) -> Result<CriticUpdate, TrainError> {
+        let (mut gradients, sums) = self.gradients(config, samples, mini_batch)?;
+        let grad_norm = self.shards.global_norm(&gradients)?;
         let skipped = !grad_norm.is_finite();
         if skipped {
             tracing::warn!(
@@ -114,11 +158,11 @@ impl Critic {
             gradients.clip(grad_norm, config.max_grad_norm);
             self.optimizer.update(&gradients, lr);
         }
-        CriticUpdate {
+        Ok(CriticUpdate {
             sums,
             grad_norm,
             skipped,
-        }
+        })
     }
 
     /// Gradients of the value loss of a mini-batch, and its sums.
@@ -127,13 +171,20 @@ impl Critic {
         config: &TrainerConfig,
         samples: &Samples,
         mini_batch: &[usize],
-    ) -> (Gradients, ValueSums) {
+    ) -> Result<(Gradients, ValueSums), TrainError> {
         let shapes: Vec<_> = mini_batch.iter().map(|&i| samples.sequences[i].shape()).collect();
         let scale = ObjectiveScale::new(config.objective.aggregation, &shapes);
-        let network = Network::new(&self.trunk, config);
+        let network = self.network(config);
+        let mesh = self.shards.mesh();
         let norm_name = self.trunk.config.norm_spec().name;
         let norm = network.parameter(&norm_name);
-        let mut gradients = Gradients::zeros(self.parameters());
+        let mut gradients = self.shards.zero_gradients();
+        let mut values_by_place: Vec<Vec<f64>> = vec![Vec::new(); mini_batch.len()];
+        let evaluate = |place: usize, values: &[f64], sums: &mut ValueSums| {
+            let sample = &samples.sequences[mini_batch[place]];
+            let clip = &config.critic.clip;
+            clip.evaluate(values, &sample.values, &sample.returns, scale.factor(place), sums)
+        };
         let mut sums = ValueSums::default();
 
         let lengths: Vec<_> = mini_batch
@@ -141,75 +192,80 @@ impl Critic {
             .enumerate()
             .map(|(place, &i)| (place, samples.sequences[i].ids.len()))
             .collect();
-        for places in pack(&lengths, config.max_token_len_per_gpu) {
+        let dealt = deal(&lengths, config.max_token_len_per_gpu, mesh);
+        for places in dealt.own() {
             let indices: Vec<usize> = places.iter().map(|&place| mini_batch[place]).collect();
-            let packed = PackedBatch::new(samples, &indices, self.trunk.device());
-            let (blocks, last) = network.trunk(&packed, true);
+            let packed = network.pack(samples, &indices);
+            let (blocks, last) = network.trunk(&packed, true)?;
             let rows = packed.predicting(&last).detach().set_requires_grad(true);
+            self.last_units()
+                .into_iter()
+                .try_for_each(|unit| self.shards.load(unit))?;
             let values = self.values(&rows);
 
+            let all = packed.whole_column(to_vec(&values), mesh)?;
             let mut derivatives = Vec::new();
-            for (&place, values) in places.iter().zip(packed.split_column(&to_vec(&values))) {
-                let sample = &samples.sequences[mini_batch[place]];
-                let clip = &config.critic.clip;
-                let factor = scale.factor(place);
-                derivatives.extend(clip.evaluate(
-                    &values,
-                    &sample.values,
-                    &sample.returns,
-                    factor,
-                    &mut sums,
-                ));
+            for (&place, values) in places.iter().zip(packed.split_column(&all)) {
+                derivatives.extend(evaluate(place, &values, &mut sums));
+                values_by_place[place] = values;
             }
-            let incoming = network.column(&derivatives, &values);
+            let incoming = network.column(packed.own_part(&derivatives), &values);
             let wanted = [
                 rows,
                 norm.shallow_clone(),
                 self.head.shallow_clone(),
                 self.bias.shallow_clone(),
             ];
-            let found = vector_jacobian(&values, &incoming, &wanted);
-            for (name, gradient) in [&norm_name[..], HEAD, BIAS].into_iter().zip(&found[1..]) {
-                gradients.add(name, gradient);
-            }
-            network.trunk_backward(&packed, blocks, last, &found[0], &mut gradients);
+            let mut found = vector_jacobian(&values, &incoming, &wanted).into_iter();
+            let by_rows = found.next().unwrap_or_else(|| unreachable!("one per input"));
+            let [norm_unit, head_unit] = self.last_units();
+            self.shards.release(norm_unit);
+            self.shards.release(head_unit);
+            let mut named = [&norm_name[..], HEAD, BIAS].into_iter().zip(found);
+            let by_norm: Vec<_> = named.by_ref().take(1).collect();
+            let by_head: Vec<_> = named.collect();
+            self.shards.add_gradients(norm_unit, &by_norm, &mut gradients)?;
+            self.shards.add_gradients(head_unit, &by_head, &mut gradients)?;
+            network.trunk_backward(&packed, blocks, last, &by_rows, &mut gradients)?;
         }
-        (gradients, sums)
+        self.shards.finish(&mut gradients)?;
+        if mesh.is_some() {
+            dealt.share("values of an update", mesh, &mut values_by_place, |values| {
+                vec![values]
+            })?;
+            sums = ValueSums::default();
+            for (place, values) in values_by_place.iter().enumerate() {
+                evaluate(place, values, &mut sums);
+            }
+        }
+        Ok((gradients, sums))
     }
 
-    /// Copies of weights and moments.
-    pub(super) fn export(&self) -> CriticState {
-        let parameters = self.parameters();
-        CriticState {
-            weights: parameters.iter().map(|(n, t)| weight_from_tensor(n, t)).collect(),
-            optimizer: self.optimizer.export(),
-        }
+    /// Copies of weights and moments, whole.
+    pub(super) fn export(&self) -> Result<CriticState, TrainError> {
+        Ok(CriticState {
+            weights: self.shards.export_parameters()?,
+            optimizer: self.optimizer.export(&self.shards)?,
+        })
+    }
+
+    /// This rank's part of an export that another rank keeps.
+    pub(super) fn assist_export(&self) -> Result<(), TrainError> {
+        self.shards.assist_export(&self.shards.shares())?;
+        self.optimizer.assist_export(&self.shards)
     }
 
     /// Reads a saved state, for [`Critic::restore`]; nothing changes.
     pub(super) fn read(&self, state: &CriticState) -> Result<SavedCritic, WeightError> {
-        let find = |(name, parameter): &(String, Tensor)| {
-            let saved = state.weights.iter().find(|w| w.name == *name);
-            let saved = saved.ok_or_else(|| WeightError::Tensor {
-                name: name.clone(),
-                problem: "the saved critic does not have it".into(),
-            })?;
-            tensor_from_weight(saved, &parameter.size(), parameter.device())
-        };
-        let weights = self.parameters().iter().map(find).collect::<Result<_, _>>()?;
         Ok(SavedCritic {
-            weights,
-            moments: self.optimizer.read(&state.optimizer)?,
+            weights: self.shards.read("", &state.weights)?,
+            moments: AdamW::read(&self.shards, &state.optimizer)?,
         })
     }
 
     /// Continues from a saved state after `updates` updates.
     pub(super) fn restore(&mut self, saved: SavedCritic, updates: u64) {
-        no_grad(|| {
-            for ((_, mut parameter), value) in self.parameters().into_iter().zip(saved.weights) {
-                parameter.copy_(&value);
-            }
-        });
+        self.shards.set_parameters(&saved.weights);
         self.optimizer.restore(saved.moments, updates);
     }
 
@@ -229,13 +285,4 @@ impl Critic {
 pub(super) struct SavedCritic {
     weights: Vec<Tensor>,
     moments: Moments,
-}
-
-fn parameters(trunk: &Policy, head: &Tensor, bias: &Tensor) -> Vec<(String, Tensor)> {
-    let unused = trunk.config.head_spec().map(|spec| spec.name);
-    let mut all = trunk.parameters();
-    all.retain(|(name, _)| Some(name) != unused.as_ref());
-    all.push((HEAD.into(), head.shallow_clone()));
-    all.push((BIAS.into(), bias.shallow_clone()));
-    all
 }

@@ -1,6 +1,9 @@
 //! Why a step cannot be made.
 
-use crate::base::{PolicyVersion, TrialKey, WeightError};
+use crate::{
+    base::{PolicyVersion, TrialKey, WeightError},
+    comm::CommError,
+};
 
 /// A batch or a state that cannot be trained on. The weights are unchanged.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +48,9 @@ pub enum TrainError {
         /// What is wrong.
         problem: String,
     },
+    /// The other ranks of the trainer did not come, or are elsewhere. This trainer is of no use any more.
+    #[error("between the trainer ranks: {0}")]
+    Ranks(#[from] CommError),
     /// A saved state does not fit the policy.
     #[error("saved trainer state: {0}")]
     State(#[from] WeightError),

@@ -101,5 +101,8 @@ pub(super) fn backward(
         accumulate(&gradients[1], &gradients[2]);
         parts.push(gradients[0].shallow_clone());
     }
+    if parts.is_empty() {
+        return input.hidden.zeros_like();
+    }
     Tensor::cat(&parts, 0)
 }

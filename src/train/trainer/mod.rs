@@ -31,47 +31,63 @@
 //! *Sequences that cannot move anything* (advantage exactly 0, no KL term, no entropy bonus) get their
 //! forward pass for the metrics and no backward pass; their gradient is zero.
 //!
-//! Invariant: the result does not depend on how a mini-batch is cut into micro-batches, up to rounding.
+//! *Several ranks* ([`Mesh`]). Every rank runs the same step on the same batch. Tensors are split (parameters,
+//! gradients and moments: `shards`; sequences: `dealing`; the tokens of a sequence and the experts of
+//! a layer: [`crate::model::net::LayerGroups`]), and plain numbers are not: every rank has all log-probabilities,
+//! computes the whole objective, and so takes the same decisions and reports the same metrics.
+//!
+//! Invariant: the result does not depend on how a mini-batch is cut into micro-batches, nor on the number
+//! of ranks, up to rounding.
 
 mod block_loop;
 mod config;
 mod critic;
+mod dealing;
 mod error;
 mod head;
+mod mesh;
 mod metrics;
 mod optimizer;
 mod packing;
 mod replay;
 mod samples;
+mod shards;
 mod state;
 
 pub use config::{BackwardMode, CriticConfig, TrainerConfig};
 pub use error::TrainError;
+pub use mesh::{Mesh, MeshConfig};
 pub use metrics::StepMetrics;
 pub use optimizer::AdamWConfig;
+pub use shards::ShardMemory;
 pub use state::TrainerSnapshot;
 
 use self::{
-    block_loop::{Gradients, Network, PackedBatch, TokenDerivatives},
+    block_loop::{Gradients, Network, TokenDerivatives},
     critic::Critic,
+    dealing::deal,
     metrics::MetricsBuilder,
     optimizer::AdamW,
-    packing::pack,
     samples::{Samples, TokenValues},
+    shards::{units_of, Shards},
 };
 use super::{
     algorithm::{ObjectiveScale, ObjectiveSums, SequenceDerivatives, SequenceTerms},
     batch::TrainBatch,
 };
-use crate::{base::PolicyVersion, model::net::Policy};
-use std::{borrow::Cow, time::Instant};
+use crate::{
+    base::{PolicyVersion, WeightTensor},
+    model::net::Policy,
+};
+use std::{borrow::Cow, sync::Arc, time::Instant};
 
 /// The policy being trained, its optimizer, the reference policy where something is measured against it,
 /// and the critic where the estimator reads one.
 pub struct Trainer {
     config: TrainerConfig,
     policy: Policy,
-    reference: Option<Policy>,
+    shards: Shards,
+    reference: Option<Reference>,
     critic: Option<Critic>,
     optimizer: AdamW,
     version: PolicyVersion,
@@ -80,6 +96,13 @@ pub struct Trainer {
     /// Factor of the penalty in the reward in the next step.
     kl_coefficient: f64,
     lr: f64,
+    mesh: Option<Arc<Mesh>>,
+}
+
+/// The frozen policy that divergences are measured from.
+struct Reference {
+    policy: Policy,
+    shards: Shards,
 }
 
 /// What one optimizer update did.
@@ -93,15 +116,39 @@ impl Trainer {
     /// Starts at version 0 with fresh optimizer moments. Where the estimator reads a critic,
     /// [`Trainer::with_critic`] must follow.
     pub fn new(config: TrainerConfig, policy: Policy, reference: Option<Policy>) -> Result<Self, TrainError> {
+        Self::over_ranks(config, policy, reference, None)
+    }
+
+    /// The same over the ranks of a mesh, all of which call it with the same policy; each keeps its share
+    /// and gives the rest of the policy's memory back. All methods of a trainer over several ranks that
+    /// return [`TrainError`] are then called by all of them in the same order.
+    ///
+    /// # Errors
+    /// Settings that no step can work with, and a policy that the mesh cannot share, by variable.
+    pub fn over_ranks(
+        config: TrainerConfig,
+        policy: Policy,
+        reference: Option<Policy>,
+        mesh: Option<Arc<Mesh>>,
+    ) -> Result<Self, TrainError> {
         config.check()?;
         if config.needs_reference() && reference.is_none() {
             return Err(TrainError::NoReference);
         }
-        let optimizer = AdamW::new(config.optimizer, policy.parameters());
+        if let Some(mesh) = &mesh {
+            mesh.check_policy(&policy.config, config.backward)?;
+        }
+        let shards = Shards::new(units_of(&policy, true), mesh.clone());
+        let reference = reference.map(|policy| Reference {
+            shards: Shards::new(units_of(&policy, true), mesh.clone()),
+            policy,
+        });
+        let optimizer = AdamW::new(config.optimizer, &shards);
         Ok(Self {
             kl_coefficient: config.kl_reward.map_or(0.0, |penalty| penalty.coefficient),
             config,
             policy,
+            shards,
             reference,
             critic: None,
             optimizer,
@@ -109,14 +156,25 @@ impl Trainer {
             skipped_updates: 0,
             critic_skipped_updates: 0,
             lr: 0.0,
+            mesh,
         })
     }
 
     /// Adds a critic that starts as `trunk`, a copy of the starting policy, with a value head of zeros.
     #[must_use]
     pub fn with_critic(mut self, trunk: Policy) -> Self {
-        self.critic = Some(Critic::new(&self.config, trunk));
+        self.critic = Some(Critic::new(&self.config, trunk, self.mesh.clone()));
         self
+    }
+
+    /// Copies of the policy's parameters, whole, in checkpoint order.
+    pub fn export_weights(&self) -> Result<Vec<WeightTensor>, TrainError> {
+        self.shards.export_parameters()
+    }
+
+    /// Bytes of this rank's part of the policy.
+    pub fn memory(&self) -> ShardMemory {
+        self.shards.memory()
     }
 
     /// Steps that the weights have seen.
@@ -124,7 +182,7 @@ impl Trainer {
         self.version
     }
 
-    /// The policy as it is now.
+    /// The policy as it is now; over several ranks without its numbers.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
@@ -159,17 +217,17 @@ impl Trainer {
         let one_update = self.config.ppo_epochs == 1 && samples.mini_batches().len() <= 1;
         if !(one_update && actor_learns) || self.config.needs_old_logprobs() {
             let begin = Instant::now();
-            self.recompute_logprobs(&mut samples);
+            self.recompute_logprobs(&mut samples)?;
             timer.lap("old_log_prob", begin);
         }
         if let Some(reference) = self.reference.as_ref().filter(|_| self.config.needs_reference()) {
             let begin = Instant::now();
-            reference_logprobs(reference, &self.config, &mut samples);
+            reference_logprobs(reference, &self.config, &mut samples)?;
             timer.lap("ref", begin);
         }
         if let Some(critic) = &self.critic {
             let begin = Instant::now();
-            critic.predict(&self.config, &mut samples);
+            critic.predict(&self.config, &mut samples)?;
             timer.lap("values", begin);
         }
 
@@ -180,12 +238,12 @@ impl Trainer {
         let (importance, rejection) = samples.correct(&self.config);
         timer.lap("adv", begin);
 
-        self.update_critic(batch.step, &samples, &mut metrics, &mut timer);
+        self.update_critic(batch.step, &samples, &mut metrics, &mut timer)?;
         if actor_learns {
             let begin = Instant::now();
             for _ in 0..self.config.ppo_epochs {
                 for mini_batch in samples.mini_batches() {
-                    let update = self.update(&mut samples, &mini_batch, &mut timer);
+                    let update = self.update(&mut samples, &mini_batch, &mut timer)?;
                     metrics.add_update(&update.sums, update.grad_norm);
                 }
             }
@@ -217,42 +275,45 @@ impl Trainer {
         samples: &Samples,
         metrics: &mut MetricsBuilder,
         timer: &mut StageTimer,
-    ) {
+    ) -> Result<(), TrainError> {
         let Some(critic) = &mut self.critic else {
-            return;
+            return Ok(());
         };
         let begin = Instant::now();
         let lr = self.config.critic.lr.rate(u64::from(step));
         for _ in 0..self.config.ppo_epochs {
             for mini_batch in samples.mini_batches() {
-                let update = critic.update(&self.config, samples, &mini_batch, lr);
+                let update = critic.update(&self.config, samples, &mini_batch, lr)?;
                 self.critic_skipped_updates += u64::from(update.skipped);
                 metrics.add_critic_update(update);
             }
         }
         metrics.finish_critic(lr, self.critic_skipped_updates);
         timer.lap("update_critic", begin);
+        Ok(())
     }
 
     /// Log-probabilities of all sequences under the policy before the first update.
-    fn recompute_logprobs(&self, samples: &mut Samples) {
-        let network = Network::new(&self.policy, &self.config);
-        let all: Vec<usize> = (0..samples.sequences.len()).collect();
-        for micro_batch in pack(&samples.lengths(&all), self.config.max_token_len_per_gpu) {
-            let packed = PackedBatch::new(samples, &micro_batch, self.policy.device())
-                .replaying(samples, &micro_batch);
-            let values = network.forward(&packed, false).values;
-            for (&index, value) in micro_batch.iter().zip(packed.split(values)) {
-                samples.sequences[index].training_logprobs = Some(value.logprobs);
-            }
+    fn recompute_logprobs(&self, samples: &mut Samples) -> Result<(), TrainError> {
+        let network = Network::new(&self.policy, &self.shards, &self.config);
+        let mesh = self.mesh.as_deref();
+        let values = logprobs(&network, &self.config, mesh, samples, true)?;
+        for (sample, values) in samples.sequences.iter_mut().zip(values) {
+            sample.training_logprobs = Some(values);
         }
+        Ok(())
     }
 
     /// One optimizer update over the sequences of a mini-batch.
-    fn update(&mut self, samples: &mut Samples, mini_batch: &[usize], timer: &mut StageTimer) -> Update {
-        let (mut gradients, sums) = self.gradients(samples, mini_batch, timer);
+    fn update(
+        &mut self,
+        samples: &mut Samples,
+        mini_batch: &[usize],
+        timer: &mut StageTimer,
+    ) -> Result<Update, TrainError> {
+        let (mut gradients, sums) = self.gradients(samples, mini_batch, timer)?;
         let begin = Instant::now();
-        let grad_norm = gradients.global_norm();
+        let grad_norm = self.shards.global_norm(&gradients)?;
         if grad_norm.is_finite() {
             gradients.clip(grad_norm, self.config.max_grad_norm);
             self.optimizer.update(&gradients, self.lr);
@@ -261,7 +322,7 @@ impl Trainer {
             self.skipped_updates += 1;
         }
         timer.lap("update_actor/optimizer", begin);
-        Update { sums, grad_norm }
+        Ok(Update { sums, grad_norm })
     }
 
     /// Gradients of the objective of a mini-batch, and its sums.
@@ -270,15 +331,17 @@ impl Trainer {
         samples: &mut Samples,
         mini_batch: &[usize],
         timer: &mut StageTimer,
-    ) -> (Gradients, ObjectiveSums) {
+    ) -> Result<(Gradients, ObjectiveSums), TrainError> {
         let shapes: Vec<_> = mini_batch
             .iter()
             .map(|&i| samples.sequences[i].kept_shape())
             .collect();
         let scale = ObjectiveScale::new(self.config.objective.aggregation, &shapes);
         let mut sums = ObjectiveSums::default();
-        let mut gradients = Gradients::zeros(self.policy.parameters());
-        let network = Network::new(&self.policy, &self.config);
+        let mut gradients = self.shards.zero_gradients();
+        let network = Network::new(&self.policy, &self.shards, &self.config);
+        let mesh = self.mesh.as_deref();
+        let mut values_by_place = vec![TokenValues::default(); mini_batch.len()];
 
         // Places within the mini-batch, which is what `scale` is indexed by.
         let is_inert = |place: &usize| {
@@ -291,46 +354,83 @@ impl Trainer {
                 .iter()
                 .map(|&place| (place, samples.sequences[mini_batch[place]].ids.len()))
                 .collect();
-            for micro_batch in pack(&lengths, self.config.max_token_len_per_gpu) {
+            let dealt = deal(&lengths, self.config.max_token_len_per_gpu, mesh);
+            for micro_batch in dealt.own() {
                 let indices: Vec<usize> = micro_batch.iter().map(|&place| mini_batch[place]).collect();
-                let packed =
-                    PackedBatch::new(samples, &indices, self.policy.device()).replaying(samples, &indices);
+                let packed = network.pack(samples, &indices).replaying(samples, &indices);
 
                 let begin = Instant::now();
-                let mut kept = network.forward(&packed, learns);
+                let mut kept = network.forward(&packed, learns)?;
                 timer.lap("update_actor/forward", begin);
                 let values = packed.split(std::mem::take(&mut kept.values));
-                let derivatives: Vec<SequenceDerivatives> = micro_batch
-                    .iter()
-                    .zip(&values)
-                    .map(|(&place, value)| {
-                        let sample = &mut samples.sequences[mini_batch[place]];
-                        self.config.evaluate(sample, value, &scale, place, &mut sums)
-                    })
-                    .collect();
-                if learns && derivatives.iter().any(|d| !d.is_zero()) {
+                let mut derivatives: Vec<SequenceDerivatives> = Vec::with_capacity(values.len());
+                for (&place, value) in micro_batch.iter().zip(values) {
+                    let sample = &mut samples.sequences[mini_batch[place]];
+                    derivatives.push(self.config.evaluate(sample, &value, &scale, place, &mut sums));
+                    values_by_place[place] = value;
+                }
+                // Over several ranks another one may have something to learn.
+                if learns && (mesh.is_some() || derivatives.iter().any(|d| !d.is_zero())) {
                     let begin = Instant::now();
                     let derivatives = TokenDerivatives::join(&derivatives);
-                    network.backward(&packed, kept, &derivatives, &mut gradients);
+                    network.backward(&packed, kept, &derivatives, &mut gradients)?;
                     timer.lap("update_actor/backward", begin);
                 }
             }
+            dealt.share("values of an update", mesh, &mut values_by_place, |values| {
+                vec![&mut values.logprobs, &mut values.entropies]
+            })?;
         }
-        (gradients, sums)
+        self.shards.finish(&mut gradients)?;
+        if mesh.is_some() {
+            // The sums of all sequences, in one order, so that every rank has the same bits.
+            sums = ObjectiveSums::default();
+            for (place, value) in values_by_place.iter().enumerate() {
+                let sample = &mut samples.sequences[mini_batch[place]];
+                self.config.evaluate(sample, value, &scale, place, &mut sums);
+            }
+        }
+        Ok((gradients, sums))
     }
 }
 
 /// Log-probabilities under the reference policy.
-fn reference_logprobs(reference: &Policy, config: &TrainerConfig, samples: &mut Samples) {
-    let network = Network::new(reference, config);
+fn reference_logprobs(
+    reference: &Reference,
+    config: &TrainerConfig,
+    samples: &mut Samples,
+) -> Result<(), TrainError> {
+    let network = Network::new(&reference.policy, &reference.shards, config);
+    let values = logprobs(&network, config, reference.shards.mesh(), samples, false)?;
+    for (sample, values) in samples.sequences.iter_mut().zip(values) {
+        sample.reference_logprobs = Some(values);
+    }
+    Ok(())
+}
+
+/// Log-probabilities of the sampled tokens of all sequences; the policy's own passes replay recorded experts.
+fn logprobs(
+    network: &Network<'_>,
+    config: &TrainerConfig,
+    mesh: Option<&Mesh>,
+    samples: &Samples,
+    replays: bool,
+) -> Result<Vec<Vec<f64>>, TrainError> {
     let all: Vec<usize> = (0..samples.sequences.len()).collect();
-    for micro_batch in pack(&samples.lengths(&all), config.max_token_len_per_gpu) {
-        let packed = PackedBatch::new(samples, &micro_batch, reference.device());
-        let values = network.forward(&packed, false).values;
+    let mut columns = vec![Vec::new(); all.len()];
+    let dealt = deal(&samples.lengths(&all), config.max_token_len_per_gpu, mesh);
+    for micro_batch in dealt.own() {
+        let mut packed = network.pack(samples, micro_batch);
+        if replays {
+            packed = packed.replaying(samples, micro_batch);
+        }
+        let values = network.forward(&packed, false)?.values;
         for (&index, value) in micro_batch.iter().zip(packed.split(values)) {
-            samples.sequences[index].reference_logprobs = Some(value.logprobs);
+            columns[index] = value.logprobs;
         }
     }
+    dealt.share("log-probabilities", mesh, &mut columns, |column| vec![column])?;
+    Ok(columns)
 }
 
 impl TrainerConfig {

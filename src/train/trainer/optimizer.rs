@@ -10,12 +10,11 @@
 //! p ← p − lr/(1 − β1^t) · m / ( √v/√(1 − β2^t) + eps )
 //! ```
 
-use super::block_loop::Gradients;
+use super::{block_loop::Gradients, shards::Shards, TrainError};
 use crate::{
     base::{WeightError, WeightTensor},
-    model::net::{fused_adamw, tensor_from_weight, weight_from_tensor, AdamWStep, AdamWTensors},
+    model::net::{fused_adamw, AdamWStep, AdamWTensors},
 };
-use std::collections::HashMap;
 use tch::{no_grad, Tensor};
 
 /// Constants of the optimizer.
@@ -43,8 +42,8 @@ impl Default for AdamWConfig {
 }
 
 struct Slot {
-    name: String,
     parameter: Tensor,
+    decays: bool,
     first: Tensor,
     second: Tensor,
 }
@@ -57,15 +56,16 @@ pub(super) struct AdamW {
 }
 
 impl AdamW {
-    /// Moments of zero for the given parameters, which are updated in place.
-    pub(super) fn new(config: AdamWConfig, parameters: Vec<(String, Tensor)>) -> Self {
-        let slots = parameters
+    /// Moments of zero for this rank's share of the parameters, which is updated in place.
+    pub(super) fn new(config: AdamWConfig, shards: &Shards) -> Self {
+        let slots = shards
+            .trained()
             .into_iter()
-            .map(|(name, parameter)| Slot {
+            .map(|(_, parameter, decays)| Slot {
                 first: parameter.detach().zeros_like(),
                 second: parameter.detach().zeros_like(),
-                name,
                 parameter,
+                decays,
             })
             .collect();
         Self {
@@ -78,6 +78,14 @@ impl AdamW {
     /// Updates made so far.
     pub(super) fn updates(&self) -> u64 {
         self.updates
+    }
+
+    /// Bytes of the moments.
+    #[cfg(test)]
+    pub(super) fn size_bytes(&self) -> usize {
+        let bytes = |t: &Tensor| t.numel() * t.kind().elt_size_in_bytes();
+        let slots = self.slots.iter();
+        slots.map(|slot| bytes(&slot.first) + bytes(&slot.second)).sum()
     }
 
     /// One update of every parameter with gradients in the same order.
@@ -97,8 +105,7 @@ impl AdamW {
         let correction2 = 1.0 - beta2.powf(t);
         no_grad(|| {
             for (slot, gradient) in self.slots.iter_mut().zip(&gradients.tensors) {
-                let decays = slot.parameter.dim() >= 2;
-                if decays {
+                if slot.decays {
                     let _ = slot.parameter.g_mul_scalar_(1.0 - lr * weight_decay);
                 }
                 let _ = slot.first.lerp_(gradient, 1.0 - beta1);
@@ -118,7 +125,7 @@ impl AdamW {
             let (mut parameters, mut given) = (Vec::new(), Vec::new());
             let (mut first, mut second) = (Vec::new(), Vec::new());
             for (slot, gradient) in self.slots.iter().zip(&gradients.tensors) {
-                if (slot.parameter.dim() >= 2) == decays {
+                if slot.decays == decays {
                     parameters.push(slot.parameter.shallow_clone());
                     given.push(gradient.shallow_clone());
                     first.push(slot.first.shallow_clone());
@@ -142,33 +149,33 @@ impl AdamW {
         }
     }
 
-    /// Copies of the moments: `exp_avg.<name>` and `exp_avg_sq.<name>`.
-    pub(super) fn export(&self) -> Vec<WeightTensor> {
-        let pair = |slot: &Slot| {
-            [
-                weight_from_tensor(&format!("exp_avg.{}", slot.name), &slot.first),
-                weight_from_tensor(&format!("exp_avg_sq.{}", slot.name), &slot.second),
-            ]
+    /// First and second moments of this rank.
+    fn columns(&self) -> [Vec<Tensor>; 2] {
+        let column = |of: fn(&Slot) -> &Tensor| -> Vec<Tensor> {
+            self.slots.iter().map(|slot| of(slot).shallow_clone()).collect()
         };
-        self.slots.iter().flat_map(pair).collect()
+        [column(|slot| &slot.first), column(|slot| &slot.second)]
+    }
+
+    /// Copies of the moments, whole: `exp_avg.<name>` and `exp_avg_sq.<name>`.
+    pub(super) fn export(&self, shards: &Shards) -> Result<Vec<WeightTensor>, TrainError> {
+        let [first, second] = self.columns();
+        let mut all = shards.export("exp_avg.", &first)?;
+        all.extend(shards.export("exp_avg_sq.", &second)?);
+        Ok(all)
+    }
+
+    /// This rank's part of an export that another rank keeps.
+    pub(super) fn assist_export(&self, shards: &Shards) -> Result<(), TrainError> {
+        let mut columns = self.columns().into_iter();
+        columns.try_for_each(|column| shards.assist_export(&column))
     }
 
     /// Reads moments as exported, for [`AdamW::restore`].
-    pub(super) fn read(&self, tensors: &[WeightTensor]) -> Result<Moments, WeightError> {
-        let by_name: HashMap<&str, &WeightTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
-        let read = |kind: &str, slot: &Slot| {
-            let name = format!("{kind}.{}", slot.name);
-            match by_name.get(name.as_str()) {
-                Some(weight) => tensor_from_weight(weight, &slot.parameter.size(), slot.parameter.device())
-                    .map(|t| t.to_kind(slot.parameter.kind())),
-                None => Err(WeightError::Tensor {
-                    name,
-                    problem: "the saved optimizer state does not have it".into(),
-                }),
-            }
-        };
-        let pair = |slot: &Slot| Ok((read("exp_avg", slot)?, read("exp_avg_sq", slot)?));
-        self.slots.iter().map(pair).collect::<Result<_, _>>().map(Moments)
+    pub(super) fn read(shards: &Shards, tensors: &[WeightTensor]) -> Result<Moments, WeightError> {
+        let first = shards.read("exp_avg.", tensors)?;
+        let second = shards.read("exp_avg_sq.", tensors)?;
+        Ok(Moments(first.into_iter().zip(second).collect()))
     }
 
     /// Continues with these moments after `updates` updates.
@@ -186,8 +193,13 @@ pub(super) struct Moments(Vec<(Tensor, Tensor)>);
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::shards::Given, *};
     use tch::{COptimizer, Device, Kind};
+
+    fn shards(parameters: Vec<(String, Tensor)>) -> Shards {
+        let given = parameters.iter().map(|(name, t)| Given::whole(name, t)).collect();
+        Shards::new(vec![("all".into(), given)], None)
+    }
 
     /// Against libtorch's own AdamW. It decays everything, so the matrix alone is compared with decay.
     #[test]
@@ -199,7 +211,7 @@ mod tests {
         let start = Tensor::from_slice(&[0.5f64, -1.0, 2.0, 0.0, 3.0, -0.25]).view([2, 3]);
         let ours = start.copy();
         let theirs = start.copy().set_requires_grad(true);
-        let mut optimizer = AdamW::new(config, vec![("w".into(), ours.shallow_clone())]);
+        let mut optimizer = AdamW::new(config, &shards(vec![("w".into(), ours.shallow_clone())]));
         let mut reference = COptimizer::adamw(0.01, 0.9, 0.999, 0.1, 1e-8, false).unwrap();
         reference.add_parameters(&theirs, 0).unwrap();
         for step in 0..5 {
@@ -223,29 +235,35 @@ mod tests {
             ..AdamWConfig::default()
         };
         let norm = Tensor::ones([3], (Kind::Float, Device::Cpu));
-        let mut optimizer = AdamW::new(config, vec![("norm.weight".into(), norm.shallow_clone())]);
+        let mut optimizer = AdamW::new(
+            config,
+            &shards(vec![("norm.weight".into(), norm.shallow_clone())]),
+        );
         optimizer.update(&Gradients::of(vec![norm.zeros_like()]), 0.1);
         assert_eq!(norm.sum(Kind::Float).double_value(&[]), 3.0);
     }
 
     #[test]
     fn a_missing_moment_is_named() {
-        let w = || vec![("w".to_owned(), Tensor::ones([2, 2], (Kind::Float, Device::Cpu)))];
-        let mut from = AdamW::new(AdamWConfig::default(), w());
+        let w = shards(vec![(
+            "w".to_owned(),
+            Tensor::ones([2, 2], (Kind::Float, Device::Cpu)),
+        )]);
+        let mut from = AdamW::new(AdamWConfig::default(), &w);
         from.update(
             &Gradients::of(vec![Tensor::ones([2, 2], (Kind::Float, Device::Cpu))]),
             0.1,
         );
-        let mut saved = from.export();
-        let mut to = AdamW::new(AdamWConfig::default(), w());
+        let mut saved = from.export(&w).unwrap();
+        let mut to = AdamW::new(AdamWConfig::default(), &w);
         let whole = saved.clone();
         saved.pop();
-        let error = to.read(&saved).err().unwrap();
+        let error = AdamW::read(&w, &saved).err().unwrap();
         assert!(error.to_string().contains("exp_avg_sq.w"), "{error}");
-        let moments = to.read(&whole).unwrap();
+        let moments = AdamW::read(&w, &whole).unwrap();
         to.restore(moments, 1);
         assert_eq!(to.updates(), 1);
-        let bytes = |o: &AdamW| -> Vec<_> { o.export().into_iter().map(|t| t.data).collect() };
+        let bytes = |o: &AdamW| -> Vec<_> { o.export(&w).unwrap().into_iter().map(|t| t.data).collect() };
         assert_eq!(bytes(&to), bytes(&from));
     }
 }

@@ -28,9 +28,14 @@ pub(super) fn rows(
     ))
 }
 
-/// `[T,k]` i16 by sparse layer of the sequences in a packed row, -1 for tokens without a row; `None` if none of
-/// them has any.
-pub(super) fn experts(samples: &Samples, indices: &[usize], device: Device) -> Option<Vec<Tensor>> {
+/// `[T,k]` i16 by sparse layer of the sequences in a packed row of `row_tokens`, -1 for tokens without a row
+/// and for padding at the end; `None` if none of them has any.
+pub(super) fn experts(
+    samples: &Samples,
+    indices: &[usize],
+    row_tokens: i64,
+    device: Device,
+) -> Option<Vec<Tensor>> {
     let members = || indices.iter().map(|&i| &samples.sequences[i]);
     let shape = members().find_map(|s| s.routing.as_ref())?.shape;
     let mut all: Vec<i16> = Vec::new();
@@ -44,6 +49,7 @@ pub(super) fn experts(samples: &Samples, indices: &[usize], device: Device) -> O
             None => all.resize(all.len() + tokens * shape.width() as usize, -1),
         }
     }
+    all.resize(row_tokens as usize * shape.width() as usize, -1);
     let sizes = [-1, i64::from(shape.layers), i64::from(shape.top_k)];
     let rows = Tensor::from_slice(&all).view(sizes).to_device(device);
     Some((0..sizes[1]).map(|layer| rows.select(1, layer)).collect())

@@ -1,6 +1,6 @@
 //! Saving and restoring the trainer.
 
-use super::{TrainError, Trainer};
+use super::{critic::Critic, optimizer::AdamW, TrainError, Trainer};
 use crate::{
     base::{PolicyVersion, WeightTensor},
     train::checkpoint::{CriticState, TrainerProgress},
@@ -22,13 +22,16 @@ pub struct TrainerSnapshot {
 }
 
 impl Trainer {
-    /// Copies the state. Takes as long as copying the weights three times; the caller may then write it
-    /// at leisure.
-    pub fn save_state(&self) -> TrainerSnapshot {
-        TrainerSnapshot {
-            actor: self.policy.export(),
-            optimizer: self.optimizer.export(),
-            critic: self.critic.as_ref().map(|critic| critic.export()),
+    /// Copies the state, whole: over several ranks each gathers it, so that it can be read by any number of
+    /// ranks. Takes as long as copying the weights three times; the caller may then write it at leisure.
+    ///
+    /// # Errors
+    /// Only over several ranks: one did not come.
+    pub fn save_state(&self) -> Result<TrainerSnapshot, TrainError> {
+        Ok(TrainerSnapshot {
+            actor: self.shards.export_parameters()?,
+            optimizer: self.optimizer.export(&self.shards)?,
+            critic: self.critic.as_ref().map(Critic::export).transpose()?,
             progress: TrainerProgress {
                 optimizer_updates: self.optimizer.updates(),
                 skipped_updates: self.skipped_updates,
@@ -38,10 +41,22 @@ impl Trainer {
                 kl_coefficient: self.config.kl_reward.map(|_| self.kl_coefficient),
             },
             version: self.version,
-        }
+        })
     }
 
-    /// Continues from a saved state: the next step gives bit for bit what it would have given then.
+    /// What the other ranks do while one calls [`Trainer::export_weights`]; they keep nothing.
+    pub fn assist_export(&self) -> Result<(), TrainError> {
+        self.shards.assist_export(&self.shards.shares())
+    }
+
+    /// What the other ranks do while one calls [`Trainer::save_state`]; they keep nothing.
+    pub fn assist_save(&self) -> Result<(), TrainError> {
+        self.assist_export()?;
+        self.optimizer.assist_export(&self.shards)?;
+        self.critic.as_ref().map_or(Ok(()), Critic::assist_export)
+    }
+
+    /// Continues from a saved state, whatever number of ranks made it: on the same number the next step gives bit for bit what it would have given then.
     /// Nothing changes unless all tensors fit. The critic of a trainer that has none is passed over.
     pub fn load_state(
         &mut self,
@@ -56,8 +71,9 @@ impl Trainer {
             (Some(_), None) => return Err(TrainError::NoSavedCritic),
             (None, _) => None,
         };
-        let moments = self.optimizer.read(optimizer)?;
-        self.policy.copy_from(actor)?;
+        let moments = AdamW::read(&self.shards, optimizer)?;
+        let weights = self.shards.read("", actor)?;
+        self.shards.set_parameters(&weights);
         if let (Some(ours), Some(saved)) = (&mut self.critic, saved_critic) {
             ours.restore(saved, progress.critic_updates);
         }

@@ -7,7 +7,7 @@
 //! that answers with something else is named, and so is one that does not answer in time.
 
 use crate::base::{PolicyVersion, ReplicaId, WeightAck, WeightError, WeightTarget, WeightUpdate};
-use crate::train::trainer::Trainer;
+use crate::train::trainer::{TrainError, Trainer};
 use futures::future::join_all;
 use std::{
     sync::Arc,
@@ -15,10 +15,13 @@ use std::{
 };
 
 impl Trainer {
-    /// The trainer's weights as an update for the engines, f32. `version` is normally
-    /// [`Trainer::version`].
-    pub fn weight_update(&self, version: PolicyVersion) -> WeightUpdate {
-        WeightUpdate::new(version, self.policy().export())
+    /// The trainer's weights as an update for the engines, f32, gathered tensor by tensor. `version` is
+    /// normally [`Trainer::version`].
+    ///
+    /// # Errors
+    /// Only over several ranks, which all call it: one did not come.
+    pub fn weight_update(&self, version: PolicyVersion) -> Result<WeightUpdate, TrainError> {
+        Ok(WeightUpdate::new(version, self.export_weights()?))
     }
 }
 

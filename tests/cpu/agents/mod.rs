@@ -19,6 +19,7 @@ mod custom;
 mod oc;
 mod oh;
 mod ohsdk;
+mod python;
 mod script;
 mod terminus2;
 mod wire;

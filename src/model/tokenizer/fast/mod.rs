@@ -30,6 +30,7 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use cache::WordCache;
 use classes::Classes;
 use merge::Merges;
+pub use merge::NumberHasher;
 use serde::Deserialize;
 use std::{
     collections::HashMap,

@@ -117,6 +117,32 @@ fn pieces() -> impl Strategy<Value = String> {
     ]
 }
 
+/// Lines of code and prose, white space in runs, and lines that never end.
+fn long_texts() -> impl Strategy<Value = String> {
+    let code = prop::sample::select(vec![
+        "    let mut x: Vec<u32> = Vec::new();\n",
+        "\tfor (int i = 0; i < 128; ++i) {\r\n",
+        "def f(a, *, b=None) -> dict[str, int]:\n\n",
+        "https://example.org/a?b=%20c#d ",
+        "Mr. O'Neill's dog didn't bark; it'd've. ",
+        "0x7fff_ffff 3.14159e-26 1,000,000\n",
+        "日本語の文章と English mixed。",
+        "Ünïcödé e\u{301}e\u{301} ",
+        "{\"k\":[1,2,{\"a\":null}]}",
+        "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+        "----------------------------------------",
+        "                                        ",
+        "\n\n\n\n\n\n\n\n",
+        "<|im_start|>assistant\n<think>\n",
+    ]);
+    prop::collection::vec((code, 1usize..12), 1..6).prop_map(|parts| {
+        parts
+            .into_iter()
+            .map(|(text, times)| text.repeat(times))
+            .collect()
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(
         std::env::var("LEGORL_FUZZ_CASES").map_or(3000, |n| n.parse().expect("LEGORL_FUZZ_CASES is a number"))
@@ -124,6 +150,16 @@ proptest! {
     #[test]
     fn ids_are_those_of_the_library(pieces in prop::collection::vec(pieces(), 0..12)) {
         check(&pieces.concat())?;
+    }
+
+    #[test]
+    fn ids_of_long_texts_are_those_of_the_library(text in long_texts(), more in pieces(), at in any::<prop::sample::Index>()) {
+        check(&text)?;
+        let mut at = at.index(text.len());
+        while !text.is_char_boundary(at) {
+            at -= 1;
+        }
+        check(&format!("{}{more}{}", &text[..at], &text[at..]))?;
     }
 }
 

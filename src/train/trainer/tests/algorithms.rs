@@ -28,7 +28,7 @@ fn with_critic(config: TrainerConfig) -> Trainer {
 fn seasoned_critic(config: &TrainerConfig, tied: bool, double: bool) -> Critic {
     let trunk = model(5, 0.3, tied);
     let trunk = if double { to_double(trunk) } else { trunk };
-    let critic = Critic::new(config, trunk);
+    let critic = Critic::new(config, trunk, None);
     no_grad(|| {
         for (name, mut parameter) in critic.parameters() {
             if name.starts_with("score") {
@@ -43,7 +43,7 @@ fn seasoned_critic(config: &TrainerConfig, tied: bool, double: bool) -> Critic {
 /// Predictions and returns away from the critic's own, so that some tokens are clipped.
 fn with_targets(config: &TrainerConfig, critic: &Critic, batch: &TrainBatch) -> Samples {
     let mut samples = samples(batch, config);
-    critic.predict(config, &mut samples);
+    critic.predict(config, &mut samples).unwrap();
     let mut rng = ChaCha8Rng::seed_from_u64(4);
     for sample in &mut samples.sequences {
         sample.returns = sample
@@ -72,7 +72,7 @@ fn critic_gradients_equal_those_of_one_graph() {
                 let batch = batch(3, 3);
                 let samples = with_targets(&config, &critic, &batch);
                 let all = samples.mini_batches()[0].clone();
-                let (ours, sums) = critic.gradients(&config, &samples, &all);
+                let (ours, sums) = critic.gradients(&config, &samples, &all).unwrap();
                 assert!(
                     sums.clipped > 0 && sums.clipped < sums.tokens,
                     "both terms are in force somewhere"
@@ -110,7 +110,7 @@ fn critic_gradients_agree_with_finite_differences() {
     let critic = seasoned_critic(&config, false, true);
     let samples = with_targets(&config, &critic, &batch(5, 1));
     let all = samples.mini_batches()[0].clone();
-    let (gradients, _) = critic.gradients(&config, &samples, &all);
+    let (gradients, _) = critic.gradients(&config, &samples, &all).unwrap();
     assert!(critic
         .parameters()
         .iter()
@@ -121,7 +121,7 @@ fn critic_gradients_agree_with_finite_differences() {
         let loss_at = |delta: f64| {
             let nudge = |delta: f64| no_grad(|| drop(parameter.view(-1).get(entry).g_add_scalar_(delta)));
             nudge(delta);
-            let loss = critic.gradients(&config, &samples, &all).1.loss;
+            let loss = critic.gradients(&config, &samples, &all).unwrap().1.loss;
             nudge(-delta);
             loss
         };
@@ -206,9 +206,9 @@ fn the_policy_waits_for_the_critic_to_warm_up() {
     let mut config = ppo();
     config.critic.warmup_steps = 1;
     let mut trainer = with_critic(config);
-    let before = trainer.save_state();
+    let before = trainer.save_state().unwrap();
     let metrics = trainer.step(&batch(30, 2)).unwrap();
-    let after = trainer.save_state();
+    let after = trainer.save_state().unwrap();
     assert!(before
         .actor
         .iter()
@@ -224,7 +224,7 @@ fn the_policy_waits_for_the_critic_to_warm_up() {
         ..batch(31, 2)
     };
     assert!(trainer.step(&next).unwrap().get("actor/pg_loss").is_some());
-    assert_ne!(trainer.save_state().actor[0].data, before.actor[0].data);
+    assert_ne!(trainer.save_state().unwrap().actor[0].data, before.actor[0].data);
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn resuming_with_a_critic_and_an_adaptive_penalty_is_bit_identical() {
     };
     let mut straight = new();
     step(&mut straight, 1);
-    let saved = straight.save_state();
+    let saved = straight.save_state().unwrap();
     let want = step(&mut straight, 2);
     let mut resumed = new();
     resumed
@@ -282,8 +282,14 @@ fn resuming_with_a_critic_and_an_adaptive_penalty_is_bit_identical() {
             .chain(&critic.optimizer);
         all.map(|t| (t.name.clone(), t.data.clone())).collect()
     };
-    assert_eq!(bytes(&straight.save_state()), bytes(&resumed.save_state()));
-    assert_eq!(straight.save_state().progress, resumed.save_state().progress);
+    assert_eq!(
+        bytes(&straight.save_state().unwrap()),
+        bytes(&resumed.save_state().unwrap())
+    );
+    assert_eq!(
+        straight.save_state().unwrap().progress,
+        resumed.save_state().unwrap().progress
+    );
 
     // Without the saved critic nothing is loaded; without a critic the saved one is passed over.
     let refused = new().load_state(
@@ -374,11 +380,13 @@ fn penalties_enter_rewards_by_trial() {
 fn corrected(config: &TrainerConfig, batch: &TrainBatch) -> (Vec<Tensor>, Samples) {
     let trainer = Trainer::new(config.clone(), to_double(model(1, 0.3, true)), None).unwrap();
     let mut samples = samples(batch, config);
-    trainer.recompute_logprobs(&mut samples);
+    trainer.recompute_logprobs(&mut samples).unwrap();
     samples.assign_advantages(&config.estimator);
     samples.correct(config);
     let all = samples.mini_batches()[0].clone();
-    let (gradients, _) = trainer.gradients(&mut samples, &all, &mut StageTimer::default());
+    let (gradients, _) = trainer
+        .gradients(&mut samples, &all, &mut StageTimer::default())
+        .unwrap();
     (gradients.tensors, samples)
 }
 
@@ -450,7 +458,7 @@ fn corrections_are_reported_and_change_the_step() {
         config.rejection = rejection;
         let mut trainer = Trainer::new(config, policy(), None).unwrap();
         let metrics = trainer.step(&batch).unwrap();
-        (metrics, trainer.save_state().actor)
+        (metrics, trainer.save_state().unwrap().actor)
     };
     let weights = |level, bounds| {
         Some(ImportanceWeights {
@@ -523,7 +531,7 @@ fn filtered_trials_leave_statistics_and_loss() {
         config.filter = filter;
         let mut trainer = Trainer::new(config, model(1, 0.2, true), None).unwrap();
         let metrics = trainer.step(batch).unwrap();
-        (metrics, trainer.save_state().actor)
+        (metrics, trainer.save_state().unwrap().actor)
     };
     let filter = TrajectoryFilter::new([StopReason::Timeout, StopReason::AgentCrash]);
     let (metrics, filtered) = step(&with, filter);
@@ -585,14 +593,16 @@ fn a_trial_of_several_sequences_weighs_as_one() {
                 let critic = seasoned_critic(&config, true, true);
                 let trainer = Trainer::new(config.clone(), to_double(model(1, 0.3, true)), None).unwrap();
                 let mut samples = samples(batch, &config);
-                critic.predict(&config, &mut samples);
+                critic.predict(&config, &mut samples).unwrap();
                 samples.assign_advantages(&config.estimator);
                 let all = samples.mini_batches()[0].clone();
-                let (mut actor, _) = trainer.gradients(&mut samples, &all, &mut StageTimer::default());
+                let (mut actor, _) = trainer
+                    .gradients(&mut samples, &all, &mut StageTimer::default())
+                    .unwrap();
                 if config.estimator.needs_critic() {
                     actor
                         .tensors
-                        .extend(critic.gradients(&config, &samples, &all).0.tensors);
+                        .extend(critic.gradients(&config, &samples, &all).unwrap().0.tensors);
                 }
                 actor.tensors
             };

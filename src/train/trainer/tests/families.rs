@@ -4,7 +4,7 @@ use super::*;
 use crate::model::net::ComputeType;
 use std::path::PathBuf;
 
-const FAMILIES: [&str; 7] = [
+pub(super) const FAMILIES: [&str; 7] = [
     "llama",
     "qwen3_untied_bias",
     "qwen3_moe",
@@ -14,7 +14,7 @@ const FAMILIES: [&str; 7] = [
     "qwen3_5_moe",
 ];
 
-fn load(name: &str) -> Policy {
+pub(super) fn load(name: &str) -> Policy {
     tch::set_num_threads(1);
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures/models")
@@ -23,17 +23,21 @@ fn load(name: &str) -> Policy {
 }
 
 /// A reference policy near the one that is trained.
-fn neighbour(name: &str, double: bool) -> Policy {
+pub(super) fn neighbour(name: &str, double: bool) -> Policy {
     let policy = build(name, double);
+    nudge(&policy);
+    policy
+}
+
+pub(super) fn nudge(policy: &Policy) {
     no_grad(|| {
         for (i, (_, mut parameter)) in policy.parameters().into_iter().enumerate() {
             let _ = parameter.g_mul_scalar_(1.0 + 0.01 * (i as f64).sin());
         }
     });
-    policy
 }
 
-fn build(name: &str, double: bool) -> Policy {
+pub(super) fn build(name: &str, double: bool) -> Policy {
     if double {
         to_double(load(name))
     } else {
@@ -81,14 +85,18 @@ fn gradients_agree_with_finite_differences_of_the_loss() {
         let config = config();
         let mut samples = samples(&batch, &config);
         let trainer = Trainer::new(config, build(family, true), None).unwrap();
-        trainer.recompute_logprobs(&mut samples);
+        trainer.recompute_logprobs(&mut samples).unwrap();
         for sample in &mut samples.sequences {
             for (t, l) in sample.training_logprobs.as_mut().unwrap().iter_mut().enumerate() {
                 *l += [0.05, -0.08, 0.1][t % 3];
             }
         }
         let all = samples.mini_batches()[0].clone();
-        let mut run = || trainer.gradients(&mut samples, &all, &mut StageTimer::default());
+        let mut run = || {
+            trainer
+                .gradients(&mut samples, &all, &mut StageTimer::default())
+                .unwrap()
+        };
         let (gradients, _) = run();
         let parameters = trainer.policy.parameters();
         for (place, (name, parameter)) in parameters.into_iter().enumerate() {
@@ -131,7 +139,9 @@ fn bf16_gradients_are_near_those_of_f32() {
             let trainer = Trainer::new(config(), policy, None).unwrap();
             let mut samples = samples(&batch, &trainer.config);
             let all = samples.mini_batches()[0].clone();
-            let (gradients, _) = trainer.gradients(&mut samples, &all, &mut StageTimer::default());
+            let (gradients, _) = trainer
+                .gradients(&mut samples, &all, &mut StageTimer::default())
+                .unwrap();
             let flat: Vec<Tensor> = gradients.tensors.iter().map(|g| g.view(-1)).collect();
             assert!(flat.iter().all(|g| g.kind() == Kind::Float));
             Tensor::cat(&flat, 0)
@@ -153,7 +163,7 @@ fn a_step_raises_what_was_rewarded_and_resumes() {
         let batch = sampled_batch(&load(name), 0);
         let rewarded = |trainer: &Trainer| {
             let mut samples = samples(&batch, &trainer.config);
-            trainer.recompute_logprobs(&mut samples);
+            trainer.recompute_logprobs(&mut samples).unwrap();
             let weigh = |s: &samples::Sample| {
                 s.advantages[0] * s.training_logprobs.as_ref().unwrap().iter().sum::<f64>()
             };
@@ -163,7 +173,7 @@ fn a_step_raises_what_was_rewarded_and_resumes() {
         trainer.step(&batch).unwrap();
         let after = rewarded(&trainer);
         assert!(after > before + 1e-3, "{name}: {before} {after}");
-        let saved = trainer.save_state();
+        let saved = trainer.save_state().unwrap();
         let mut other = Trainer::new(config, load(name), None).unwrap();
         other
             .load_state(

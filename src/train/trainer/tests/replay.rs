@@ -420,7 +420,8 @@ fn the_experts_of_the_engine_reach_the_trainer_position_by_position() {
     let samples = Samples::prepare(&batch, &with_replay(Some(SHAPE)), s.policy.config.vocab_size).unwrap();
     let all: Vec<usize> = (0..samples.sequences.len()).collect();
     assert_eq!(replay::coverage(&samples).0, replay::coverage(&samples).1);
-    let experts = replay::experts(&samples, &all, Device::Cpu).unwrap();
+    let row_tokens: usize = samples.sequences.iter().map(|s| s.ids.len()).sum();
+    let experts = replay::experts(&samples, &all, row_tokens as i64, Device::Cpu).unwrap();
     let lengths: Vec<usize> = samples.sequences.iter().map(|s| s.ids.len()).collect();
     let ids: Vec<i64> = samples.sequences.iter().flat_map(|s| s.ids.clone()).collect();
     let layout = PackedLayout::new(&lengths, Device::Cpu).with_replay(experts);
@@ -446,7 +447,7 @@ fn the_experts_of_the_engine_reach_the_trainer_position_by_position() {
     // Tokens of version 0 and their prefixes: log-probabilities are the engine's.
     let mut trainer = Trainer::new(with_replay(Some(SHAPE)), s.policy, None).unwrap();
     let mut samples = samples;
-    trainer.recompute_logprobs(&mut samples);
+    trainer.recompute_logprobs(&mut samples).unwrap();
     let gap = |s: &Sample| {
         let pairs = s
             .rollout_logprobs

@@ -86,8 +86,10 @@ async fn logprobs_of_the_reference_checkpoints_are_those_of_a_full_recompute() {
         gaps.sort_by(f64::total_cmp);
         let (median, largest) = (gaps[gaps.len() / 2], gaps[gaps.len() - 1]);
         println!("{folder}: median {median:.1e}, largest {largest:.1e}");
-        // Where the delta rule gives a row of small numbers, the norm behind it multiplies their rounding by
-        // a hundred, on both sides; see the test of a mixed batch for networks without such rows.
+        // Where the delta rule gives a row of small numbers, the norm behind it multiplies by a hundred what was
+        // rounded before it, on both sides: in the delta rule itself (in f64, the trainer's logits of qwen3_next are
+        // 3.5e-5 instead of 2.0e-4 of their deviation away from an f64 network) and in everything that feeds it.
+        // See the test of a mixed batch for networks without such rows.
         let hybrid = policy.config.model_type.is_hybrid();
         assert!(median < 1e-5, "{folder}: {median}");
         assert!(largest < if hybrid { 1e-3 } else { 1e-5 }, "{folder}: {largest}");
@@ -106,6 +108,11 @@ async fn a_mixed_batch_is_that_of_the_loop_without_a_cache() {
     ] {
         let policy = shaped_like(folder, 1);
         println!("{folder}");
+        // The hybrids over several seeds: their rounding depends on the weights.
+        let hybrid = policy.config.model_type.is_hybrid();
+        for seed in if hybrid { 2..5 } else { 2..3 } {
+            batch_equals_naive(&shaped_like(folder, seed), small(), 1e-5).await;
+        }
         batch_equals_naive(&policy, small(), 1e-5).await;
         let tight = NativeEngineConfig {
             kv_cache_tokens: 256,
