@@ -49,8 +49,8 @@ fn witness(outcome: &Outcome) {
         let parts =
             ["prompt_token_ids", "completion_token_ids", "logprobs"].map(|k| detail[k].as_array().unwrap());
         assert!(parts.iter().all(|part| part.len() == parts[0].len()), "{detail}");
-        for turn in 0..parts[0].len() {
-            let (prompt, reply) = (ids(&parts[0][turn]), ids(&parts[1][turn]));
+        for (turn, prompt) in parts[0].iter().enumerate() {
+            let (prompt, reply) = (ids(prompt), ids(&parts[1][turn]));
             let logprobs: Vec<f32> = serde_json::from_value(parts[2][turn].clone()).unwrap();
             assert_eq!(reply.len(), logprobs.len());
             let (start, end) = (prompt.len(), prompt.len() + reply.len());
