@@ -46,11 +46,14 @@ pub struct Call {
     finished: bool,
 }
 
+/// What a script meant by the ids that it sent.
+pub type Meant = Arc<Mutex<Vec<(Vec<u32>, Turn)>>>;
+
 /// Passes everything on and keeps what goes in and out.
 struct Recorded {
     inner: Arc<dyn Engine>,
     calls: Arc<Mutex<Vec<Call>>>,
-    turns: Arc<Mutex<Vec<(Vec<u32>, Turn)>>>,
+    turns: Meant,
 }
 
 impl Engine for Recorded {
@@ -299,7 +302,7 @@ pub fn scripted(
 ) -> Outcome {
     let model = tokenizer_dir();
     let library = library(&model);
-    let turns: Arc<Mutex<Vec<(Vec<u32>, Turn)>>> = Arc::default();
+    let turns: Meant = Arc::default();
     let meant = turns.clone();
     let reply = move |request: &GenerateRequest, _| {
         let prompt = library.decode(&request.prompt, false).unwrap();
@@ -318,7 +321,7 @@ pub fn run(
     task: &str,
     scaffold: Arc<dyn Scaffold>,
     engine: Arc<dyn Engine>,
-    turns: Arc<Mutex<Vec<(Vec<u32>, Turn)>>>,
+    turns: Meant,
     model: &Path,
     markup: Markup,
     limits: &Limits,

@@ -114,9 +114,12 @@ fn copy(from: &UnixStream, to: &UnixStream, kept: Arc<Mutex<Vec<u8>>>) {
     });
 }
 
+/// First line, headers, body.
+type Message = (String, Vec<(String, String)>, Vec<u8>);
+
 /// Splits one HTTP/1.1 message off: first line, headers, body. `None` when it is not complete, unless the
 /// stream ended and `cut` takes what is there.
-fn message<'b>(bytes: &mut &'b [u8], cut: bool) -> Option<(String, Vec<(String, String)>, Vec<u8>)> {
+fn message<'b>(bytes: &mut &'b [u8], cut: bool) -> Option<Message> {
     let end = bytes.windows(4).position(|w| w == b"\r\n\r\n")?;
     let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
     let mut rest: &'b [u8] = &bytes[end + 4..];
