@@ -81,6 +81,10 @@ fn library() -> Result<&'static Library, String> {
     LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)
 }
 
+#[allow(
+    clippy::missing_transmute_annotations,
+    reason = "the fields of `Library` have the types"
+)]
 fn load() -> Result<Library, String> {
     let name = c"libnccl.so.2";
     // SAFETY: a name that ends in a zero byte; only a library that is loaded already is opened.
@@ -166,9 +170,8 @@ pub fn nccl_group(
     let mut own = ncclUniqueId { internal: [0; 128] };
     if host.place() == 0 {
         // SAFETY: NCCL fills in the struct.
-        library
-            .check(unsafe { (library.unique_id)(&mut own) })
-            .map_err(failed)?;
+        let code = unsafe { (library.unique_id)(&mut own) };
+        library.check(code).map_err(failed)?;
     }
     let mut bytes: Vec<u8> = own.internal.iter().map(|b| *b as u8).collect();
     let mut all = vec![0u8; bytes.len() * host.size()];
