@@ -83,7 +83,7 @@ fn library() -> Result<&'static Library, String> {
 
 #[allow(
     clippy::missing_transmute_annotations,
-    reason = "the fields of `Library` have the types"
+    reason = "the fields of `Library` say the signatures"
 )]
 fn load() -> Result<Library, String> {
     let name = c"libnccl.so.2";

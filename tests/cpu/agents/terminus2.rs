@@ -46,12 +46,13 @@ fn witness(outcome: &Outcome) {
     let ids = |value: &Value| -> Vec<u32> { serde_json::from_value(value.clone()).unwrap() };
     let mut told = 0;
     for detail in record["rollout_details"].as_array().unwrap() {
-        let parts =
+        let [prompts, replies, logprobs] =
             ["prompt_token_ids", "completion_token_ids", "logprobs"].map(|k| detail[k].as_array().unwrap());
-        assert!(parts.iter().all(|part| part.len() == parts[0].len()), "{detail}");
-        for turn in 0..parts[0].len() {
-            let (prompt, reply) = (ids(&parts[0][turn]), ids(&parts[1][turn]));
-            let logprobs: Vec<f32> = serde_json::from_value(parts[2][turn].clone()).unwrap();
+        assert_eq!([prompts.len(), prompts.len()], [replies.len(), logprobs.len()]);
+        let turns = prompts.iter().zip(replies).zip(logprobs);
+        for (turn, ((prompt, reply), logprobs)) in turns.enumerate() {
+            let (prompt, reply) = (ids(prompt), ids(reply));
+            let logprobs: Vec<f32> = serde_json::from_value(logprobs.clone()).unwrap();
             assert_eq!(reply.len(), logprobs.len());
             let (start, end) = (prompt.len(), prompt.len() + reply.len());
             let holds = outcome.captured.branches.iter().filter(|branch| {

@@ -162,15 +162,15 @@ fn gradients_are_those_of_one_rank_in_f64() {
     }
 }
 
+/// Two plans a family: shards alone, and everything shared by all ranks.
 #[test]
 fn gradients_are_those_of_one_rank_in_f32() {
     for family in FAMILIES {
-        for ranks in [2, 4] {
-            for plan in plans(ranks, family) {
-                on_threads(ranks, |comm| {
-                    compare_gradients(family, plan, false, mesh(&comm, plan))
-                });
-            }
+        let all = plans(4, family);
+        for plan in [all[0], *all.get(3).unwrap_or(&all[1])] {
+            on_threads(4, |comm| {
+                compare_gradients(family, plan, false, mesh(&comm, plan))
+            });
         }
     }
 }
