@@ -1,6 +1,6 @@
 //! A step of the trainer on the GPU against the CPU.
 
-use super::{distance, fixture, gpu, ids, FAMILIES};
+use super::{fixture, gpu, ids, FAMILIES};
 use legorl::{
     base::{GroupId, PolicyVersion, Purpose, StopReason, TokenSequence, Trajectory, TrialKey, TrialOutcome},
     model::net::{ComputeType, Device, Policy},
@@ -101,6 +101,10 @@ fn steps(name: &str, device: Device, compute: ComputeType, mode: BackwardMode) -
     (metrics, moved.collect())
 }
 
+fn flat(tensors: &[Tensor]) -> Tensor {
+    Tensor::cat(&tensors.iter().map(|t| t.flatten(0, -1)).collect::<Vec<_>>(), 0)
+}
+
 #[test]
 fn two_steps_move_the_weights_as_on_the_cpu() {
     let Some(device) = gpu() else { return };
@@ -111,31 +115,33 @@ fn two_steps_move_the_weights_as_on_the_cpu() {
             (ComputeType::F32, BackwardMode::BlockGraphs),
             (ComputeType::Bf16, BackwardMode::BlockLoop),
         ] {
-            let (there, moved_there) = steps(name, device, compute, mode);
-            let all =
-                |list: &[Tensor]| Tensor::cat(&list.iter().map(|t| t.flatten(0, -1)).collect::<Vec<_>>(), 0);
-            let (want, got) = (all(&moved), all(&moved_there));
-            let l2 = ((&want - &got).norm() / want.norm()).double_value(&[]);
-            let relative = |key: &str| {
-                let (a, b) = (host.get(key).unwrap(), there.get(key).unwrap());
-                ((a - b) / a).abs()
+            let far = |(there, moved_there): (StepMetrics, Vec<Tensor>)| {
+                let (want, got) = (flat(&moved), flat(&moved_there));
+                let relative = |key: &str| {
+                    let (a, b) = (host.get(key).unwrap(), there.get(key).unwrap());
+                    ((a - b) / a).abs()
+                };
+                let l2 = ((&want - &got).norm() / want.norm()).double_value(&[]);
+                [relative("actor/loss"), relative("actor/grad_norm"), l2]
             };
-            let (loss, norm) = (relative("actor/loss"), relative("actor/grad_norm"));
-            println!(
-                "{name:20} {compute:?} {mode:?}: loss {loss:.1e}, grad norm {norm:.1e}, movement {l2:.1e} (largest {:.1e})",
-                distance(&want, &got)
-            );
+            let seen = far(steps(name, device, compute, mode));
             // Delta nets with random weights magnify rounding; Adam's first steps are signs of the gradient, so
             // that small gradients turn with it.
             let hybrid = name.contains("next") || name.contains('5');
-            let (loss_bound, norm_bound, l2_bound) = match compute {
-                ComputeType::F32 if hybrid => (1e-4, 2e-2, 0.1),
-                ComputeType::F32 => (1e-6, 1e-5, 1e-2),
-                ComputeType::Bf16 => (0.05, 0.5, 1.0),
+            let bounds = match compute {
+                ComputeType::F32 if hybrid => [1e-4, 2e-2, 0.1],
+                ComputeType::F32 => [1e-6, 1e-5, 1e-2],
+                // What bf16 does to the same step on the CPU is the measure.
+                ComputeType::Bf16 => {
+                    let [loss, norm, l2] = far(steps(name, Device::Cpu, compute, mode));
+                    [3.0 * loss + 1e-3, 3.0 * norm + 0.02, 2.0 * l2 + 0.1]
+                }
             };
+            let [loss, norm, movement] = seen;
+            println!("{name:20} {compute:?} {mode:?}: loss {loss:.1e}, grad norm {norm:.1e}, movement {movement:.1e}");
             assert!(
-                loss < loss_bound && norm < norm_bound && l2 < l2_bound,
-                "{name} {compute:?}: {loss} {norm} {l2}"
+                seen.iter().zip(bounds).all(|(seen, bound)| *seen < bound),
+                "{name} {compute:?} {mode:?}: {seen:?}, bounds {bounds:?}"
             );
         }
     }
