@@ -521,3 +521,61 @@ fn task_and_index_commands_work_on_folders() {
     );
     assert_eq!(code(&output), 2, "a ratio is between 0 and 1");
 }
+
+#[test]
+fn help_of_the_runtimes_script_is_its_usage_from_any_folder() {
+    let run = |argument: &str| {
+        let output = Command::new(repository().join("setup/runtimes.sh"))
+            .arg(argument)
+            .current_dir("/")
+            .output()
+            .expect("bash can be started");
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        (code(&output), text.into_owned())
+    };
+    let (code, text) = run("--help");
+    assert!(
+        code == 0 && text.contains("setup/runtimes.sh NAME@VERSION"),
+        "{text}"
+    );
+    let (code, text) = run("--frobnicate");
+    assert!(
+        code == 1 && text.contains("`--frobnicate` is no option"),
+        "{text}"
+    );
+}
+
+#[test]
+fn templates_say_nothing_about_an_agent_that_does_not_run() {
+    let folder = tempfile::tempdir().unwrap();
+    for scaffold in ["cc", "oc", "ohsdk", "oh", "terminus2"] {
+        let config = format!("{SOUND}SCAFFOLD={scaffold}\nTEMPLATE_MODULES=( scaffold/{scaffold}.env )\n");
+        fs::write(folder.path().join("run.env"), config).unwrap();
+        let output = run(&["config", "show", "run.env"], folder.path());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(code(&output), 0, "{text}");
+        for name in ["HARBOR_AGENT_VERSION", "HARBOR_AGENT_RUNTIME_IMAGE"] {
+            let line = text.lines().find(|line| line.contains(name)).unwrap_or_default();
+            assert!(!line.contains("scaffold/"), "{line}");
+        }
+    }
+}
+
+#[test]
+fn structure_only_says_what_will_be_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("run.env"), SOUND).unwrap();
+    let last = |set: &[&str]| {
+        let set = set.iter().flat_map(|value| ["--set", value]);
+        let arguments: Vec<&str> = ["--structure-only", "run.env"].into_iter().chain(set).collect();
+        let output = run(&arguments, folder.path());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.lines().last().unwrap_or_default().to_owned()
+    };
+    assert!(last(&[]).ends_with("the configuration holds together; nothing was launched."));
+    let text = last(&["MODEL_ENGINE=megatron", "BACKEND=docker"]);
+    assert!(
+        text.contains("2 of its values are not in this version") && text.contains("refused"),
+        "{text}"
+    );
+}

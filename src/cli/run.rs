@@ -84,7 +84,7 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         return Ok(ExitCode::FAILURE);
     }
     if args.structure_only {
-        print("[structure-only] the configuration holds together; nothing was launched.\n");
+        print(&report::structure_only(&checks));
         return Ok(ExitCode::SUCCESS);
     }
     if args.preflight_only {
