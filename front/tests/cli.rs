@@ -255,6 +255,47 @@ fn every_rank_ends_a_check_with_the_code_of_the_first() {
     }
 }
 
+/// In a launch the first rank alone judges: without the facts that it has, this configuration looks wrong.
+#[test]
+fn the_other_ranks_of_a_launch_leave_the_checks_to_the_first() {
+    use std::os::unix::fs::PermissionsExt;
+    let config = SOUND.replace("MODEL_PATH=m", "MODEL_PATH=qwen3_5_moe") + "TOOL_CALL_PARSER=hermes\n";
+    let folder = folder_with(&config);
+    let alone = run(&["--structure-only", "run.env"], folder.path());
+    assert!(
+        out(&alone).contains("TOOL_CALL_PARSER=hermes, but"),
+        "{}",
+        out(&alone)
+    );
+    let program = folder.path().join("legorl-rank");
+    fs::copy(PROGRAM, &program).unwrap();
+    let stand_in = folder.path().join("legorl-rank-torch");
+    fs::write(&stand_in, "#!/bin/sh\necho in its place\n").unwrap();
+    fs::set_permissions(&stand_in, fs::Permissions::from_mode(0o755)).unwrap();
+    let launch = |rank: &str| {
+        Command::new(&program)
+            .arg("run.env")
+            .current_dir(folder.path())
+            .env_clear()
+            .env("PATH", std::env::var("PATH").unwrap_or_default())
+            .env("OMPI_COMM_WORLD_RANK", rank)
+            .env("OMPI_COMM_WORLD_SIZE", "2")
+            .output()
+            .unwrap()
+    };
+    let other = launch("1");
+    assert_eq!(
+        (code(&other), out(&other).as_str()),
+        (0, "in its place\n"),
+        "{}",
+        err(&other)
+    );
+    // The first one refuses, and says why.
+    let first = launch("0");
+    assert_eq!(code(&first), 1);
+    assert!(out(&first).contains("FATAL"), "{}", out(&first));
+}
+
 #[test]
 fn evaluations_and_sampling_runs_are_checked_and_not_launched() {
     let folder = folder_with("PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=m\nDATASET_NAME=d\n");
