@@ -37,7 +37,8 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         ""
     };
     // The first request of another version, or with fewer tools, was not counted.
-    let is_counted = s.agent.version.is_none() && !(takes_tools_away && !s.agent.disallowed_tools.is_empty());
+    let has_all_tools = !takes_tools_away || s.agent.disallowed_tools.is_empty();
+    let is_counted = s.agent.version.is_none() && has_all_tools;
     vec![if window < least && is_counted {
         fatal(format!(
             "{text}: it cannot make one call; raise MAX_PROMPT (at least {first} and the task's text){tools}"
