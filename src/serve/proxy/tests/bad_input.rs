@@ -108,7 +108,10 @@ fn fields_that_mean_nothing_are_refused_by_name_in_every_api() {
             let mut body = good(api);
             body[field] = value;
             let (status, text) = post(api, &body);
-            assert!(status == 400 && text.contains(named), "{api} {body} {status} {text}");
+            assert!(
+                status == 400 && text.contains(named),
+                "{api} {body} {status} {text}"
+            );
             refused += 1;
         }
     }
