@@ -93,7 +93,7 @@ struct Server {
     child: Child,
     stdout: BufReader<std::process::ChildStdout>,
     address: String,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 impl Server {
@@ -113,6 +113,7 @@ impl Server {
             .env_clear()
             .env("LEGORL_ADMIN_SECRET", SECRET)
             .stdout(Stdio::piped())
+            .stderr(fs::File::create(dir.path().join("errors")).unwrap())
             .spawn()
             .unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -136,7 +137,7 @@ impl Server {
             child,
             stdout,
             address,
-            _dir: dir,
+            dir,
         }
     }
 
@@ -434,6 +435,9 @@ fn sigterm_drains() {
     let mut rest = String::new();
     server.stdout.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("draining"), "{rest}");
+    let said = fs::read_to_string(server.dir.path().join("errors")).unwrap();
+    assert!(said.contains("SIGTERM: new requests are refused"), "{said}");
+    assert!(!said.contains("checkpoint"), "{said}");
 }
 
 /// What the vLLM-shaped double does with one completion request.
@@ -645,4 +649,27 @@ fn an_engine_that_cannot_be_reached_is_named() {
     assert!(run("", "scripted").contains("LEGORL_ADMIN_SECRET"));
     assert!(run(SECRET, "scripted").contains("--reply-tokens"));
     assert!(run(SECRET, "vlm").contains("native, scripted or a URL"));
+    // An address that is in use: the option that was given is named.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_legorl-rank"))
+        .args([
+            "serve",
+            "run.env",
+            "--engine",
+            "scripted",
+            "--reply-tokens",
+            "3",
+            "--listen",
+        ])
+        .arg(taken.local_addr().unwrap().to_string())
+        .current_dir(dir.path())
+        .env_clear()
+        .env("LEGORL_ADMIN_SECRET", SECRET)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && text.contains("--listen") && !text.contains("PROXY_PORT"),
+        "{text}"
+    );
 }

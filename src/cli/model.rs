@@ -47,11 +47,14 @@ pub enum DtypeArg {
 /// Arguments of `model run`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "\
-The output holds, for input_ids [B,T] of L layers (S of them sparse):
+The output holds, for input_ids [B,T] (all rows have T tokens: none is padded) of L layers (S of them sparse):
   logits [B,T,V], logprobs [B,T-1] of the tokens that follow,
-  hidden [(L+1)*B,T,H]: embeddings, outputs of all layers but the last, final norm,
-  topk [S,B*T,k] and topk_w: experts and their weights (sparse families),
-  greedy [B,8+N]: the first 8 tokens of each row and what follows them.")]
+  hidden [(L+1)*B,T,H], layer by layer (row l*B+b is of sequence b): embeddings, outputs of all layers but the
+    last, final norm,
+  topk [S,B*T,k] and topk_w: experts, most likely first, and their weights as they multiply the experts' outputs,
+    so summing to 1 where norm_topk_prob says so (sparse families); row b*T+t is of token t of sequence b,
+  greedy [B,8+N]: the first 8 tokens of each row and what follows them.
+Numbers are f32 (also with --dtype bf16), ids i64.")]
 pub struct ModelRunArgs {
     /// Folder in Hugging Face layout
     pub folder: PathBuf,
@@ -222,6 +225,7 @@ fn info(folder: &Path) -> anyhow::Result<String> {
 #[cfg(feature = "torch")]
 pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
     use crate::model::net::{self, Policy};
+    check_folder(&args.output)?;
     let rows = read_ids(&args.ids)?;
     let wanted = match args.device {
         DeviceArg::Cpu => net::DeviceChoice::Cpu,
@@ -353,6 +357,34 @@ fn engine_replies(
     Ok(replies)
 }
 
+/// The first names in order, and how many more there are.
+#[cfg(feature = "torch")]
+fn first_names(mut names: Vec<&str>) -> String {
+    const SHOWN: usize = 5;
+    names.sort_unstable();
+    let more = names.len().saturating_sub(SHOWN);
+    names.truncate(SHOWN);
+    let text = names.join(", ");
+    match more {
+        0 => text,
+        more => format!("{text} and {more} more"),
+    }
+}
+
+/// The folder of a file to write must be there, before anything is computed.
+#[cfg(feature = "torch")]
+fn check_folder(output: &Path) -> anyhow::Result<()> {
+    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match folder {
+        Some(folder) if !folder.is_dir() => anyhow::bail!(
+            "--output {}: there is no folder `{}`; make it first",
+            output.display(),
+            folder.display()
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// `input_ids` as rows of equal length.
 #[cfg(feature = "torch")]
 fn read_ids(path: &Path) -> anyhow::Result<Vec<Vec<i64>>> {
@@ -362,7 +394,7 @@ fn read_ids(path: &Path) -> anyhow::Result<Vec<Vec<i64>>> {
     let file = SafeTensors::deserialize(&bytes).with_context(context)?;
     let found = file.tensor("input_ids");
     let view = found.map_err(|_| {
-        let names = file.names().join(", ");
+        let names = first_names(file.names());
         anyhow::anyhow!("{}: no tensor `input_ids` (it has: {names})", path.display())
     })?;
     let ids: Vec<i64> = match view.dtype() {
@@ -488,9 +520,20 @@ mod tests {
         assert_eq!(got.len(), want.len());
         let wrong = ModelRunArgs {
             ids: fixture("qwen3_next/model.safetensors"),
-            ..args
+            ..args.clone()
         };
         let error = run_network(&wrong).unwrap_err().to_string();
         assert!(error.contains("no tensor `input_ids`"), "{error}");
+        let nowhere = ModelRunArgs {
+            output: dir.path().join("none/out.safetensors"),
+            ..args
+        };
+        let error = run_network(&nowhere).unwrap_err().to_string();
+        assert!(error.contains("no folder") && error.contains("/none`"), "{error}");
+        assert_eq!(first_names(vec!["b", "a"]), "a, b");
+        assert_eq!(
+            first_names(vec!["g", "f", "e", "d", "c", "b", "a"]),
+            "a, b, c, d, e and 2 more"
+        );
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! It captures what agents do with any backend, and it is what load tests drive. Sessions are opened and
 //! closed over HTTP; see the module `serve::proxy::admin`. The configuration is a run config; of its
-//! required variables only `MODEL_PATH` (tokenizer and chat template) is needed here.
+//! required variables only `MODEL_PATH` (tokenizer and chat template) is needed here. The native engine is sized by
+//! the model and the free memory where the configuration says nothing ([`serving::fit_native`]).
 //!
 //! A backend behind a URL that breaks off is asked again every [`RECONNECT`] until it answers; turns wait for it as
 //! they wait for any replica, and go on with the tokens that they have.
@@ -12,15 +13,18 @@
 use super::{exec, ConfigArgs, Parts, Tensors};
 use crate::{
     base::{Engine, ReplicaId},
-    config::{self, values::RunKind, LoadRequest, Settings},
+    config::{self, values::RunKind, LoadRequest, Loaded},
     model::tokenizer::Tokenizer,
-    rank::{serving, signals::StopFlag},
+    rank::{
+        serving,
+        signals::{Answers, StopFlag},
+    },
     serve::{
         engine::{
             scripted::{read_replies, ScriptedEngine, ScriptedReply},
             vllm::VllmEngine,
         },
-        proxy::{router::Router, AdminConfig, Proxy},
+        proxy::{router::Router, AdminConfig, Proxy, ProxyError},
     },
 };
 use anyhow::{bail, Context};
@@ -93,13 +97,13 @@ pub fn run(parts: &Parts, args: &ServeArgs) -> anyhow::Result<ExitCode> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .try_init();
-    let settings = settings(args)?;
-    let stop = StopFlag::install().context("signal handlers")?;
-    serve(args, &settings, secret, &stop)
+    let loaded = settings(args)?;
+    let stop = StopFlag::install(Answers::SERVING).context("signal handlers")?;
+    serve(args, loaded, secret, &stop)
 }
 
 /// The run config, with stand-ins for what only a training run needs.
-fn settings(args: &ServeArgs) -> anyhow::Result<Settings> {
+fn settings(args: &ServeArgs) -> anyhow::Result<Loaded> {
     let request = args.config.request(RunKind::Train);
     let (layered, _) = config::layers::load(&request)?;
     let mut set = request.set.clone();
@@ -116,15 +120,20 @@ fn settings(args: &ServeArgs) -> anyhow::Result<Settings> {
     for warning in &loaded.warnings {
         super::print_warning(warning);
     }
-    Ok(loaded.settings)
+    Ok(loaded)
 }
 
-fn serve(args: &ServeArgs, settings: &Settings, secret: String, stop: &StopFlag) -> anyhow::Result<ExitCode> {
+fn serve(args: &ServeArgs, mut loaded: Loaded, secret: String, stop: &StopFlag) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("a runtime")?;
-    let engine = runtime.block_on(engine(args, settings))?;
+    let engine = runtime.block_on(engine(args, &mut loaded))?;
+    let settings = &loaded.settings;
+    let mut window = settings.data.max_prompt_tokens + settings.data.max_response_tokens;
+    if args.engine == "native" {
+        window = window.min(settings.engine.max_model_len);
+    }
     let remote = args.engine.contains("://");
     let router = Arc::new(Router::new(serving::router(settings)));
     router.join(ReplicaId(0), engine);
@@ -139,11 +148,18 @@ fn serve(args: &ServeArgs, settings: &Settings, secret: String, stop: &StopFlag)
         secret,
         sampling: settings.sampling.params(),
         max_turns: settings.agent.max_iterations,
-        max_total_tokens: settings.data.max_prompt_tokens + settings.data.max_response_tokens,
+        max_total_tokens: window,
         max_tokens_per_turn: settings.engine.max_tokens_per_turn,
         max_time: settings.agent.max_timeout,
     });
-    let proxy = Proxy::start(config, router.clone())?;
+    let proxy = Proxy::start(config, router.clone()).map_err(|error| match (error, args.listen) {
+        (ProxyError::Bind { address, source }, Some(_)) => {
+            anyhow::anyhow!(
+                "cannot listen on {address}: {source}; choose another --listen (port 0 takes any)"
+            )
+        }
+        (error, _) => error.into(),
+    })?;
     let address = proxy.tcp().context("the proxy has no TCP address")?;
     super::print(&format!(
         "serving on http://{address} (engine: {})\n",
@@ -172,10 +188,10 @@ fn serve(args: &ServeArgs, settings: &Settings, secret: String, stop: &StopFlag)
     Ok(ExitCode::SUCCESS)
 }
 
-async fn engine(args: &ServeArgs, settings: &Settings) -> anyhow::Result<Arc<dyn Engine>> {
+async fn engine(args: &ServeArgs, loaded: &mut Loaded) -> anyhow::Result<Arc<dyn Engine>> {
     match args.engine.as_str() {
-        "native" => native(settings),
-        "scripted" => scripted(args, settings),
+        "native" => native(loaded),
+        "scripted" => scripted(args, &loaded.settings),
         url if url.contains("://") => {
             let engine = VllmEngine::connect(url).await?;
             super::print(&format!("backend {url} serves {}\n", engine.model()));
@@ -188,23 +204,56 @@ async fn engine(args: &ServeArgs, settings: &Settings) -> anyhow::Result<Arc<dyn
 }
 
 #[cfg(feature = "torch")]
-fn native(settings: &Settings) -> anyhow::Result<Arc<dyn Engine>> {
+fn native(loaded: &mut Loaded) -> anyhow::Result<Arc<dyn Engine>> {
     use crate::{
-        model::hf::ModelConfig,
+        model::{hf::ModelConfig, net::Device},
+        observe::memory,
+        plan::memory::size,
+        preflight::facts::machine,
         rank::{placement::placement, wiring},
         serve::engine::native::NativeEngine,
     };
-    let place = placement(settings, &ModelConfig::from_dir(&settings.model.path)?)?;
+    let Loaded {
+        settings, layered, ..
+    } = loaded;
+    let model = ModelConfig::from_dir(&settings.model.path)?;
+    let place = placement(settings, &model)?;
+    let on_host = place.engine == Device::Cpu;
+    let needed = wiring::engine_config(settings, place).memory(&model);
+    // Weights come as stored and are laid out once more, in f32 or less.
+    let weights = model.num_parameters() as u64 * 8;
+    let (page, fixed_bytes, available) = if on_host {
+        let page = needed.cache_page + needed.host_page;
+        (page, weights + needed.states, memory::available())
+    } else {
+        let free = machine::gpus()
+            .into_iter()
+            .map(|gpu| gpu.memory_bytes.saturating_sub(gpu.used_bytes));
+        (needed.cache_page, weights, free.min())
+    };
+    let bounds = serving::NativeBounds {
+        positions: model.max_position_embeddings as u64,
+        token_bytes: page.div_ceil(16),
+        fixed_bytes,
+        available,
+    };
+    serving::fit_native(settings, |name| layered.get(name).is_some(), &bounds)?;
     let config = wiring::engine_config(settings, place);
+    super::print(&format!(
+        "engine: windows of {} tokens, KV cache of {} tokens ({})\n",
+        config.max_model_len,
+        config.kv_cache_tokens,
+        size(config.memory(&model).cache()),
+    ));
     Ok(NativeEngine::start(config, &settings.model.path)?)
 }
 
 #[cfg(not(feature = "torch"))]
-fn native(_: &Settings) -> anyhow::Result<Arc<dyn Engine>> {
+fn native(_: &Loaded) -> anyhow::Result<Arc<dyn Engine>> {
     bail!("the native engine is in legorl-rank-torch")
 }
 
-fn scripted(args: &ServeArgs, settings: &Settings) -> anyhow::Result<Arc<dyn Engine>> {
+fn scripted(args: &ServeArgs, settings: &config::Settings) -> anyhow::Result<Arc<dyn Engine>> {
     let tokenizer = Tokenizer::from_dir(&settings.model.path)?;
     let named = tokenizer.named_tokens().get("eos_token");
     let end = named.and_then(|token| tokenizer.token_to_id(token));

@@ -12,6 +12,7 @@
 pub mod attempt;
 pub mod journal;
 pub mod logging;
+pub mod memory;
 pub mod metrics;
 pub mod progress;
 pub mod redact;

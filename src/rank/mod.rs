@@ -41,7 +41,12 @@ pub use launch::run_train;
 
 #[cfg(feature = "torch")]
 mod launch {
-    use super::{engine_rank, roles::RoleMap, signals::StopFlag, trainer_rank, wiring};
+    use super::{
+        engine_rank,
+        roles::RoleMap,
+        signals::{Answers, StopFlag},
+        trainer_rank, wiring,
+    };
     use crate::{
         base::error_chain,
         comm::{launch_world, Communicator},
@@ -58,7 +63,7 @@ mod launch {
     /// Runs this process's part of a training run whose checks have passed.
     pub fn run_train(loaded: &Loaded) -> anyhow::Result<ExitCode> {
         // On every rank: Slurm signals all tasks of a step. Engine ranks go on until the head stops them.
-        let stop = StopFlag::install().context("cannot install signal handlers")?;
+        let stop = StopFlag::install(Answers::TRAINING).context("cannot install signal handlers")?;
         let world = launch_world()?;
         let (rank, size) = (world.comm.rank(), world.comm.size());
         let outcome = run_rank(loaded, &world.comm, stop);

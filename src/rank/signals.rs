@@ -4,7 +4,8 @@
 //! SIGINT (Ctrl-C) ask for an orderly end: the step in progress is finished, a checkpoint is written and
 //! the process exits with [`EXIT_REQUEUE`]. SIGINT or SIGTERM once more ends the process at once, says so,
 //! and loses nothing that is durable. Slurm, `mpirun` and a batch script may each pass on the same
-//! request, so a repetition within [`SAME_REQUEST`] is not a second one.
+//! request, so a repetition within [`SAME_REQUEST`] is not a second one. `legorl-rank serve` takes the same
+//! signals, with its own words ([`Answers`]).
 //!
 //! The handler only wakes a thread; everything is decided there.
 
@@ -30,6 +31,28 @@ pub const SAME_REQUEST: Duration = Duration::from_secs(2);
 /// Set once a stop was asked for.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag(Arc<AtomicBool>);
+
+/// What is said to the first request and to the one that ends the process.
+#[derive(Clone, Copy, Debug)]
+pub struct Answers {
+    /// What happens before the end.
+    pub orderly: &'static str,
+    /// What an end at once leaves.
+    pub now: &'static str,
+}
+
+impl Answers {
+    /// Of a training run.
+    pub const TRAINING: Self = Self {
+        orderly: "the step in progress is finished and a checkpoint is written; once more ends at once",
+        now: "ending at once; the same command goes on from the last published checkpoint",
+    };
+    /// Of a proxy that stands alone.
+    pub const SERVING: Self = Self {
+        orderly: "new requests are refused and running turns end; once more ends at once",
+        now: "ending at once; what open sessions recorded is lost",
+    };
+}
 
 /// What a signal asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +90,7 @@ fn tell(signal: i32, text: &str) {
 
 impl StopFlag {
     /// Installs the handlers and the thread that judges signals.
-    pub fn install() -> std::io::Result<Self> {
+    pub fn install(answers: Answers) -> std::io::Result<Self> {
         let flag = Self::default();
         let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1])?;
         let asked = flag.clone();
@@ -80,16 +103,10 @@ impl StopFlag {
                         Request::Known => {}
                         Request::Orderly => {
                             asked.set();
-                            tell(
-                                signal,
-                                "the step in progress is finished and a checkpoint is written; once more ends at once",
-                            );
+                            tell(signal, answers.orderly);
                         }
                         Request::Now => {
-                            tell(
-                                signal,
-                                "ending at once; the same command goes on from the last published checkpoint",
-                            );
+                            tell(signal, answers.now);
                             // SAFETY: no preconditions. Exit handlers of MPI and libtorch would wait for
                             // threads that are still at work.
                             unsafe { libc::_exit(128 + signal) };

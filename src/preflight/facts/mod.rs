@@ -125,7 +125,7 @@ impl Facts {
             locked_memory: machine::limit(libc::RLIMIT_MEMLOCK),
             shared_memory: machine::shared_memory(),
             gpus: machine::gpus(),
-            memory_bytes: machine::memory_bytes(),
+            memory_bytes: crate::observe::memory::total(),
             slurm: slurm::probe(),
             kubernetes: None,
             docker: None,

@@ -128,20 +128,44 @@ impl Scaffold for Cc {
             env: environment(process::base_url(sandbox, &request.endpoint), &request),
             log: "cc.jsonl".into(),
             turn_limit_code: None,
+            reason: result_text,
         };
-        let mut run = process::run(sandbox, &request, command).await?;
-        if let Some(result) = result_text(&run.detail) {
-            run.detail = result;
-        }
-        Ok(run)
+        process::run(sandbox, &request, command).await
     }
 }
 
-/// The text of the last event, if it is the agent's result.
-fn result_text(detail: &str) -> Option<String> {
-    let start = detail.rfind("{\"type\":\"result\"")?;
-    let event: serde_json::Value = serde_json::from_str(&detail[start..]).ok()?;
-    let text = event["result"].as_str().unwrap_or_default();
-    let reason = event["terminal_reason"].as_str().or(event["subtype"].as_str());
-    Some(format!("{}: {text}", reason.unwrap_or("result")))
+/// What the last event says, the agent's result: its text, or a word for how it ended.
+fn result_text(log: &str) -> Option<String> {
+    let event = process::last_event(log, "result")?;
+    let text = |key: &str| {
+        event[key]
+            .as_str()
+            .filter(|text| !text.is_empty())
+            .map(str::to_owned)
+    };
+    text("result")
+        .or_else(|| text("terminal_reason"))
+        .or_else(|| text("subtype"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The form of 2.1.332: `type` is not first, and the line is longer than a failure's text may be.
+    #[test]
+    fn the_result_event_says_why_it_failed() {
+        let result = |rest: &str| {
+            let usage = format!("{{\"input_tokens\":0,\"models\":\"{}\"}}", "m".repeat(1100));
+            format!("{{\"is_error\":true,\"usage\":{usage},\"session_id\":\"5\",\"num_turns\":2,\"type\":\"result\",{rest}}}")
+        };
+        let said = result("\"subtype\":\"success\",\"result\":\"Prompt is too long\",\"terminal_reason\":\"prompt_too_long\"");
+        let before =
+            r#"{"type":"assistant","message":{"content":"{\"type\":\"result\",\"result\":\"no\"}"}}"#;
+        let log = format!("{before}\n{said}\na note on standard error\n");
+        assert_eq!(result_text(&log).as_deref(), Some("Prompt is too long"));
+        let ended = result("\"subtype\":\"error_max_turns\"");
+        assert_eq!(result_text(&ended).as_deref(), Some("error_max_turns"));
+        assert_eq!(result_text(before), None);
+    }
 }

@@ -116,6 +116,7 @@ impl Scaffold for Custom {
                 .collect(),
             log: "custom.log".into(),
             turn_limit_code: Some(TURN_LIMIT),
+            reason: process::no_reason,
         };
         process::run(sandbox, &request, command).await
     }

@@ -141,7 +141,41 @@ impl Scaffold for Oc {
             env: env.map(|(name, value)| (name.to_owned(), value)).into(),
             log: "oc.jsonl".into(),
             turn_limit_code: None,
+            reason: error_text,
         };
         process::run(sandbox, &request, command).await
+    }
+}
+
+/// Name and message of the last error event.
+fn error_text(log: &str) -> Option<String> {
+    let event = process::last_event(log, "error")?;
+    let error = &event["error"];
+    let message = error["data"]["message"].as_str().or(error["message"].as_str())?;
+    match error["name"].as_str() {
+        Some(name) => Some(format!("{name}: {message}")),
+        None => Some(message.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_error_event_says_why_it_failed() {
+        let error = |message: &str| {
+            let headers = "h".repeat(2000);
+            json!({"type": "error", "timestamp": 17, "sessionID": "ses_1", "error": {"name": "APIError",
+                   "data": {"message": message, "statusCode": 400, "responseBody": headers}}})
+            .to_string()
+        };
+        let log = format!(
+            "{}\n{}\n{{\"type\":\"step_finish\"}}\n",
+            error("first"),
+            error("prompt is too long")
+        );
+        assert_eq!(error_text(&log).as_deref(), Some("APIError: prompt is too long"));
+        assert_eq!(error_text("{\"type\":\"text\"}"), None);
     }
 }

@@ -4,6 +4,7 @@
 use super::{AgentRequest, AgentRun, ScaffoldError};
 use crate::base::SessionEndpoint;
 use crate::rollout::sandbox::{ExecResult, ExecSpec, LogFile, Sandbox, SandboxError};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -29,6 +30,9 @@ pub struct AgentCommand {
     pub log: String,
     /// Exit status that means that the agent made all its model calls.
     pub turn_limit_code: Option<i32>,
+    /// Finds in the end of the log (64 KiB) what a failed agent says of its failure. Where it finds nothing, or
+    /// the agent crashed, the last lines stand for it.
+    pub reason: fn(&str) -> Option<String>,
 }
 
 /// Where the session's API begins for an agent in `sandbox`, without `/v1`.
@@ -85,19 +89,23 @@ pub async fn run(
         detail: if turn_limit_reached {
             String::new()
         } else {
-            detail(&result)
+            detail(&result, command.reason)
         },
         elapsed: begin.elapsed(),
     })
 }
 
-/// How a failed command was ended, or its last lines; empty after a success.
-pub fn detail(result: &ExecResult) -> String {
+/// How a failed command was ended, what it says of that, or its last lines; empty after a success.
+pub fn detail(result: &ExecResult, reason: fn(&str) -> Option<String>) -> String {
     if result.success() {
         return String::new();
     }
     if result.timed_out {
         return "the time limit ended it".into();
+    }
+    let said = reason(&result.tail).filter(|said| result.signal.is_none() && !said.trim().is_empty());
+    if let Some(said) = said {
+        return one_line(&said).chars().take(DETAIL_CHARS).collect();
     }
     let last = last_words(&result.tail);
     match result.signal {
@@ -105,6 +113,24 @@ pub fn detail(result: &ExecResult) -> String {
         Some(signal) => format!("ended by signal {signal}; it last said: {last}"),
         None => last,
     }
+}
+
+/// For agents that write no record of their failure.
+pub fn no_reason(_: &str) -> Option<String> {
+    None
+}
+
+/// The last event of a type in a log of one JSON event a line, whatever the order of its keys and whatever stands
+/// between the events.
+pub fn last_event(log: &str, kind: &str) -> Option<Value> {
+    let parse = |line: &str| serde_json::from_str::<Value>(line.trim()).ok();
+    let mut events = log.lines().rev().filter_map(parse);
+    events.find(|event| event["type"] == kind)
+}
+
+fn one_line(text: &str) -> String {
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.collect::<Vec<_>>().join(" | ")
 }
 
 /// The last lines that are not empty, at most [`DETAIL_CHARS`] characters of their end, in one line.
@@ -134,6 +160,7 @@ mod tests {
             tail: tail.into(),
             ..ExecResult::default()
         };
+        let detail = |result: &ExecResult| detail(result, no_reason);
         assert_eq!(detail(&result(Some(0), None, "all is well")), "");
         assert_eq!(
             detail(&result(Some(1), None, "a\n\nno route\n\n")),
@@ -148,5 +175,31 @@ mod tests {
             ..result(None, Some(9), "x")
         };
         assert_eq!(detail(&late), "the time limit ended it");
+    }
+
+    #[test]
+    fn what_an_agent_says_of_its_failure_goes_before_its_last_lines() {
+        let said = |signal, tail: &str| {
+            let result = ExecResult {
+                exit_code: Some(1),
+                signal,
+                tail: tail.into(),
+                ..ExecResult::default()
+            };
+            let reason = |log: &str| last_event(log, "end").map(|e| e["why"].as_str().unwrap_or("").into());
+            detail(&result, reason)
+        };
+        let long = format!(
+            "{{\"n\":1,\"why\":\"no room\\nat all\",\"pad\":\"{}\",\"type\":\"end\"}}",
+            "x".repeat(3000)
+        );
+        assert_eq!(said(None, &format!("{long}\nbye\n")), "no room | at all");
+        assert_eq!(
+            said(None, "{\"type\":\"end\",\"why\":\"\"}\nbye"),
+            "{\"type\":\"end\",\"why\":\"\"} | bye"
+        );
+        assert!(said(Some(11), &format!("{long}\nboom")).starts_with("ended by signal 11"));
+        // The line is cut at its start: it is no event.
+        assert_eq!(last_event(&long[10..], "end"), None);
     }
 }

@@ -76,6 +76,7 @@ impl PythonAgent {
             env: environment(&runtime),
             log: format!("{}.log", self.name),
             turn_limit_code: Some(TURN_LIMIT),
+            reason: failure_text,
         };
         let run = process::run(sandbox, request, command).await?;
         // The folder is in the policy's reach: a record that it spoiled is lost, and the trial counts all the same.
@@ -126,4 +127,37 @@ fn environment(runtime: &Runtime) -> BTreeMap<String, String> {
     ]
     .map(|(name, value)| (name.to_owned(), value))
     .into()
+}
+
+/// What the driver said last of the agent's failure, `NAME failed: …`, without the trace before it. It may go on
+/// over several lines.
+fn failure_text(log: &str) -> Option<String> {
+    let starts = log.match_indices(" failed: ").map(|(at, _)| {
+        let line = log[..at].rfind('\n').map_or(0, |end| end + 1);
+        (line, &log[line..at])
+    });
+    let ours = ["OpenHands", "Terminus 2"];
+    let (line, _) = starts.filter(|(_, name)| ours.contains(name)).last()?;
+    Some(log[line..].to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_says_why_its_agent_failed() {
+        let trace = "Traceback (most recent call last):\n  File \"x\", line 3\nValueError: call failed: no\n";
+        let end = format!(
+            "Terminus 2 failed: BadRequest: {}\nsecond line\n",
+            "x".repeat(900)
+        );
+        assert_eq!(failure_text(&format!("{trace}{end}")).as_deref(), Some(&end[..]));
+        assert_eq!(failure_text(trace), None);
+        // Every driver uses these words.
+        for agent in [include_str!("oh/driver.py"), include_str!("ohsdk/driver.py")] {
+            assert!(agent.contains("OpenHands failed: {"));
+        }
+        assert!(include_str!("terminus2/driver.py").contains("Terminus 2 failed: {"));
+    }
 }

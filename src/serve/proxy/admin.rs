@@ -11,7 +11,8 @@
 
 use super::{error::ApiError, http::same_secret, protocol::Protocol, request::json_response, Proxy, Shared};
 use crate::base::{
-    CapturedSession, GroupId, Purpose, SamplingParams, SessionId, SessionLimits, SessionSpec, TrialKey,
+    CapturedSession, GroupId, Purpose, SamplingParams, SessionError, SessionId, SessionLimits, SessionSpec,
+    TrialKey,
 };
 use axum::{
     body::Bytes,
@@ -67,7 +68,7 @@ fn allowed<'s>(shared: &'s Shared, headers: &HeaderMap) -> Result<&'s AdminConfi
     if given.is_some_and(|given| same_secret(given, &admin.secret)) {
         Ok(admin)
     } else {
-        Err(ApiError::WrongSecret("admin".into()))
+        Err(ApiError::WrongAdminSecret)
     }
 }
 
@@ -120,7 +121,7 @@ pub async fn open(State(shared): State<Arc<Shared>>, headers: HeaderMap, body: B
             },
         };
         let session = Proxy::open_in(&shared, spec).map_err(|error| match error {
-            crate::base::SessionError::Closed(text) => ApiError::BadRequest(text),
+            SessionError::Closed(text) => ApiError::BadRequest(text),
             error => ApiError::Engine(error.to_string()),
         })?;
         let host = headers.get(header::HOST).and_then(|v| v.to_str().ok());
@@ -152,7 +153,8 @@ pub async fn close(
     }
     match Proxy::close_in(&shared, &SessionId::from(id.as_str())).await {
         Ok(captured) => json_response(&record(&captured)),
-        Err(error) => ApiError::NotFound(error.to_string()).response(Protocol::Chat),
+        Err(SessionError::Unknown(id)) => ApiError::UnknownSession(id.to_string()).response(Protocol::Chat),
+        Err(error) => ApiError::Engine(error.to_string()).response(Protocol::Chat),
     }
 }
 

@@ -54,6 +54,9 @@ pub enum ApiError {
     /// The secret is missing or not the session's.
     #[error("wrong or missing secret for session `{0}`")]
     WrongSecret(String),
+    /// The secret of an admin request is missing or wrong.
+    #[error("wrong or missing admin secret: send the value of LEGORL_ADMIN_SECRET as bearer token")]
+    WrongAdminSecret,
     /// No such session, or it is closed.
     #[error("session `{0}` is not open")]
     UnknownSession(String),
@@ -81,7 +84,7 @@ impl ApiError {
         match self {
             Self::BadRequest(_) | Self::ContextOverflow { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::WrongSecret(_) => StatusCode::UNAUTHORIZED,
+            Self::WrongSecret(_) | Self::WrongAdminSecret => StatusCode::UNAUTHORIZED,
             Self::UnknownSession(_) | Self::NotFound(_) => StatusCode::NOT_FOUND,
             // Agents retry 5xx and 429; a session that is over must not be retried.
             Self::Ended(_) => StatusCode::FORBIDDEN,
@@ -105,7 +108,9 @@ impl ApiError {
             Self::BadRequest(_) => ("invalid_request_error", Value::Null),
             Self::ContextOverflow { .. } => ("invalid_request_error", json!("context_length_exceeded")),
             Self::BodyTooLarge { .. } => ("invalid_request_error", json!("request_too_large")),
-            Self::WrongSecret(_) => ("authentication_error", json!("invalid_api_key")),
+            Self::WrongSecret(_) | Self::WrongAdminSecret => {
+                ("authentication_error", json!("invalid_api_key"))
+            }
             Self::UnknownSession(_) => ("invalid_request_error", json!("session_not_open")),
             Self::NotFound(_) => ("invalid_request_error", json!("not_found")),
             Self::Ended(_) => ("permission_error", json!("session_ended")),
@@ -120,7 +125,7 @@ impl ApiError {
         let kind = match self {
             Self::BadRequest(_) | Self::ContextOverflow { .. } => "invalid_request_error",
             Self::BodyTooLarge { .. } => "request_too_large",
-            Self::WrongSecret(_) => "authentication_error",
+            Self::WrongSecret(_) | Self::WrongAdminSecret => "authentication_error",
             Self::UnknownSession(_) | Self::NotFound(_) => "not_found_error",
             Self::Ended(_) => "permission_error",
             Self::Draining | Self::Unavailable(_) => "overloaded_error",

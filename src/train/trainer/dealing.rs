@@ -4,6 +4,11 @@
 //! has the fewest tokens; every rank then packs its own into micro-batches. Ranks with fewer micro-batches
 //! get empty ones, because all ranks take part in every pass. All ranks deal alike, from the same lengths.
 //!
+//! Tokens are balanced and not their squares: memory and the number of micro-batches follow tokens, and in every
+//! micro-batch all ranks gather every layer, so that a rank with fewer ones waits. Causal attention over T tokens adds
+//! T / (12 H) to the other products of a layer of hidden size H (12 H² weights), which is less than they are up to
+//! T = 12 H.
+//!
 //! What a rank computes for its sequences is plain numbers, and every rank needs all of them:
 //! [`Dealt::share`] hands them round.
 
@@ -83,23 +88,68 @@ impl Dealt {
         let lengths: Vec<usize> = lengths.iter().map(|length| length[0] as usize).collect();
         let all = mesh.data.gather_numbers(phase, &own, &lengths)?;
         for (rank, numbers) in all.iter().enumerate().filter(|(rank, _)| *rank != self.own) {
+            let indices = self.by_rank[rank].iter().flatten();
+            let mut found: Vec<Vec<f64>> = Vec::new();
             let mut rest = &numbers[..];
-            for &index in self.by_rank[rank].iter().flatten() {
+            let wrong = |problem: String| TrainError::Shared {
+                phase: phase.to_owned(),
+                rank,
+                problem,
+            };
+            while !rest.is_empty() {
+                let (column, tail) = first_column(rest).map_err(wrong)?;
+                found.push(column.to_vec());
+                rest = tail;
+            }
+            let mut found = found.into_iter();
+            for &index in indices {
                 for column in columns(&mut items[index]) {
-                    let (length, tail) = rest.split_first().unwrap_or((&0.0, &[]));
-                    let (values, tail) = tail.split_at(*length as usize);
-                    *column = values.to_vec();
-                    rest = tail;
+                    let missing = || wrong(format!("no numbers for sequence {index}"));
+                    *column = found.next().ok_or_else(missing)?;
                 }
+            }
+            if found.len() > 0 {
+                return Err(wrong(format!("{} columns too many", found.len())));
             }
         }
         Ok(())
     }
 }
 
+/// A column behind its length, and what follows it.
+fn first_column(numbers: &[f64]) -> Result<(&[f64], &[f64]), String> {
+    let cut = numbers.split_first().and_then(|(length, rest)| {
+        let whole = *length >= 0.0 && length.fract() == 0.0;
+        whole.then(|| rest.split_at_checked(*length as usize)).flatten()
+    });
+    cut.ok_or_else(|| {
+        let length = numbers.first().copied().unwrap_or_default();
+        format!(
+            "a column of {length} numbers, of which {} are there",
+            numbers.len().saturating_sub(1)
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_column_is_as_long_as_it_says() {
+        let numbers = [2.0, 0.5, 0.25, 0.0, 7.0];
+        let (first, rest) = first_column(&numbers).unwrap();
+        assert_eq!((first, rest), (&numbers[1..3], &numbers[3..]));
+        let (empty, rest) = first_column(rest).unwrap();
+        assert_eq!((empty, rest), (&[][..], &[7.0][..]));
+        assert_eq!(
+            first_column(rest).unwrap_err(),
+            "a column of 7 numbers, of which 0 are there"
+        );
+        for wrong in [-1.0, 0.5, f64::NAN] {
+            assert!(first_column(&[wrong, 1.0]).is_err());
+        }
+    }
 
     #[test]
     fn ranks_get_about_the_same_tokens_and_the_same_number_of_micro_batches() {

@@ -51,6 +51,16 @@ pub enum TrainError {
     /// The other ranks of the trainer did not come, or are elsewhere. This trainer is of no use any more.
     #[error("between the trainer ranks: {0}")]
     Ranks(#[from] CommError),
+    /// What another trainer rank computed does not belong to the sequences that it was dealt.
+    #[error("phase `{phase}`: trainer rank {rank} sent {problem}; all ranks must run the same program and settings")]
+    Shared {
+        /// Phase.
+        phase: String,
+        /// Rank among those that share the batch.
+        rank: usize,
+        /// What is wrong.
+        problem: String,
+    },
     /// A saved state does not fit the policy.
     #[error("saved trainer state: {0}")]
     State(#[from] WeightError),

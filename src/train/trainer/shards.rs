@@ -16,6 +16,9 @@
 //! blocks kept, all of them). Experts are split twice: by expert over the ranks that share them, and
 //! these, as everything else, over the ranks that have the same ones.
 //!
+//! `held` counts the bytes of every unit that is coming or here, and of no other: a unit whose gathering failed, and
+//! one that is released before it arrived, are away again.
+//!
 //! Without a mesh a share is the parameter itself, and gathering does nothing.
 
 use super::{
@@ -259,14 +262,25 @@ impl Shards {
         Ok(())
     }
 
-    /// Gathers a unit, so that the network can compute with it.
+    /// Gathers a unit, so that the network can compute with it. After an error the unit is away.
     pub(super) fn load(&self, unit: usize) -> Result<(), TrainError> {
         self.prefetch(unit)?;
         let mut places = self.places.borrow_mut();
-        let place = std::mem::replace(&mut places[unit], Place::Here);
-        let Place::Coming(coming) = place else {
-            return Ok(());
-        };
+        match std::mem::replace(&mut places[unit], Place::Here) {
+            Place::Coming(coming) => {
+                drop(places);
+                let arrived = self.arrive(unit, coming);
+                if arrived.is_err() {
+                    self.release(unit);
+                }
+                arrived
+            }
+            Place::Here | Place::Away => Ok(()),
+        }
+    }
+
+    /// Waits for a unit and gives its numbers to the network.
+    fn arrive(&self, unit: usize, coming: Vec<(bool, PendingTensor)>) -> Result<(), TrainError> {
         for (is_expert, pending) in coming {
             let rows = pending.wait()?;
             let mut at = 0;
@@ -282,19 +296,27 @@ impl Shards {
         Ok(())
     }
 
-    /// Gives the memory of a unit's parameters back.
+    /// Gives the memory of a unit's parameters back. Of one that is on its way the result is not waited for: all
+    /// ranks release alike, and each rank's part has been sent.
     pub(super) fn release(&self, unit: usize) {
         if self.mesh.is_none() {
             return;
         }
-        let mut places = self.places.borrow_mut();
-        if matches!(places[unit], Place::Here) {
+        let place = std::mem::replace(&mut self.places.borrow_mut()[unit], Place::Away);
+        if matches!(place, Place::Here) {
             for piece in &self.pieces[self.units[unit].1.clone()] {
                 send_away(&piece.parameter);
             }
+        }
+        if !matches!(place, Place::Away) {
             self.held.set(self.held.get() - self.unit_bytes(unit));
         }
-        places[unit] = Place::Away;
+    }
+
+    /// Bytes of the units that are coming or here.
+    #[cfg(test)]
+    pub(super) fn held_bytes(&self) -> usize {
+        self.held.get()
     }
 
     fn members(&self, unit: usize, is_expert: bool) -> impl Iterator<Item = usize> + '_ {

@@ -12,7 +12,10 @@
 //! is read in the same step by that worker alone. The scheduler gives each sequence to one worker, and
 //! sequences share only pages that were full before the step.
 
-use super::pages::{PageId, PAGE_TOKENS};
+use super::{
+    memory::{zeroed, NoMemory},
+    pages::{PageId, PAGE_TOKENS},
+};
 use std::cell::UnsafeCell;
 
 /// Keys and values of all layers, f32.
@@ -30,16 +33,18 @@ unsafe impl Sync for KvCache {}
 impl KvCache {
     /// Zeroed memory: a page that was never written must not hold NaN. The system provides it page by page
     /// as it is used.
-    pub(super) fn new(num_layers: usize, num_pages: usize, num_heads: usize, head_dim: usize) -> Self {
-        let size = num_layers * num_pages * num_heads * 2 * PAGE_TOKENS * head_dim;
-        let zeroed = Box::into_raw(vec![0.0f32; size].into_boxed_slice());
-        Self {
-            // SAFETY: the pointer was just taken out of a box, and UnsafeCell<f32> has the layout of f32.
-            memory: unsafe { Box::from_raw(zeroed as *mut [UnsafeCell<f32>]) },
+    pub(super) fn new(
+        num_layers: usize,
+        num_pages: usize,
+        num_heads: usize,
+        head_dim: usize,
+    ) -> Result<Self, NoMemory> {
+        Ok(Self {
+            memory: zeroed(&[num_layers, num_pages, num_heads, 2, PAGE_TOKENS, head_dim])?,
             num_pages,
             num_heads,
             head_dim,
-        }
+        })
     }
 
     fn block_floats(&self) -> usize {
@@ -111,15 +116,13 @@ unsafe impl Sync for RoutingMemory {}
 
 impl RoutingMemory {
     /// Zeroed memory; none for models without experts.
-    pub(super) fn new(num_sparse_layers: usize, top_k: usize, num_pages: usize) -> Self {
+    pub(super) fn new(num_sparse_layers: usize, top_k: usize, num_pages: usize) -> Result<Self, NoMemory> {
         let width = num_sparse_layers * top_k;
-        let zeroed = Box::into_raw(vec![0u16; num_pages * PAGE_TOKENS * width].into_boxed_slice());
-        Self {
-            // SAFETY: the pointer was just taken out of a box, and UnsafeCell<u16> has the layout of u16.
-            memory: unsafe { Box::from_raw(zeroed as *mut [UnsafeCell<u16>]) },
+        Ok(Self {
+            memory: zeroed(&[num_pages, PAGE_TOKENS, width])?,
             top_k,
             width,
-        }
+        })
     }
 
     /// Experts of a token.

@@ -35,6 +35,20 @@ pub(super) struct DeviceNetwork {
     routing: RoutingMemory,
 }
 
+/// Why a replica could not be set up on its device.
+#[derive(Debug)]
+pub(super) enum DeviceError {
+    Weights(WeightError),
+    /// Bytes of the cache, and what was said.
+    Memory(u64, String),
+}
+
+impl From<WeightError> for DeviceError {
+    fn from(error: WeightError) -> Self {
+        Self::Weights(error)
+    }
+}
+
 /// Row of a token in the cache.
 fn row_of(pages: &[PageId], position: usize) -> i64 {
     (pages[position / PAGE_TOKENS].0 as usize * PAGE_TOKENS + position % PAGE_TOKENS) as i64
@@ -42,25 +56,36 @@ fn row_of(pages: &[PageId], position: usize) -> i64 {
 
 impl DeviceNetwork {
     /// With a zeroed cache of `num_pages` pages. The family must have no delta net.
+    ///
+    /// # Errors
+    /// Weights that do not belong to the family, or memory that the device or the host does not have.
     pub(super) fn new(
         config: &ModelConfig,
         tensors: &[WeightTensor],
         (device, compute): (Device, ComputeType),
         num_pages: usize,
-    ) -> Result<Self, WeightError> {
+    ) -> Result<Self, DeviceError> {
         let policy = Policy::for_inference(config.clone(), tensors, device, compute)?;
         let rows = (num_pages * PAGE_TOKENS) as i64;
         let size = [rows, config.num_key_value_heads as i64, config.head_dim as i64];
+        let layer_bytes = size.iter().product::<i64>() as u64 * compute.kind().elt_size_in_bytes() as u64;
+        let bytes = layer_bytes.saturating_mul(2 * config.num_hidden_layers as u64);
         let cache = || {
-            let layer = |_| Tensor::zeros(size, (compute.kind(), device));
-            (0..config.num_hidden_layers).map(layer).collect()
+            let layer = |_| Tensor::f_zeros(size, (compute.kind(), device));
+            let layers: Result<Vec<Tensor>, _> = (0..config.num_hidden_layers).map(layer).collect();
+            layers.map_err(|error| {
+                // The rest of libtorch's text is a list of its own functions.
+                let text = error.to_string();
+                DeviceError::Memory(bytes, text.lines().next().unwrap_or_default().to_owned())
+            })
         };
         let top_k = config.experts.map_or(0, |e| e.top_k);
         Ok(Self {
             policy,
-            keys: cache(),
-            values: cache(),
-            routing: RoutingMemory::new(config.num_sparse_layers(), top_k, num_pages),
+            keys: cache()?,
+            values: cache()?,
+            routing: RoutingMemory::new(config.num_sparse_layers(), top_k, num_pages)
+                .map_err(|none| DeviceError::Memory(none.0, "the host gives no more".into()))?,
         })
     }
 

@@ -13,6 +13,7 @@
 //! | `sampler` | drawing from log-probabilities | no |
 //! | `forward`, `attention`, `delta_net`, `mlp`, `weights` | the network over a step's rows | yes |
 //! | `cache`, `state_memory`, `kernels` | memory of cache and states; row work between the products | no |
+//! | `memory` | bytes that an engine reserves | yes |
 //! | `device` | network, cache and sampling on a GPU | yes |
 //! | `workers`, `compute`, `run` | threads; host or GPU | – |
 //!
@@ -38,6 +39,7 @@ mod delta_net;
 mod device;
 mod forward;
 mod kernels;
+mod memory;
 mod mlp;
 mod pages;
 mod run;
@@ -64,8 +66,9 @@ use crate::{
 use async_trait::async_trait;
 use cache::{KvCache, RoutingMemory};
 use compute::{Compute, LoadedWeights};
-use device::DeviceNetwork;
+use device::{DeviceError, DeviceNetwork};
 use forward::{Forward, Shape};
+pub use memory::EngineMemory;
 use pages::{PagePool, PAGE_TOKENS};
 use run::{Command, NewWeights, RequestBounds, Runner, Shared};
 use scheduler::{Limits, Scheduler};
@@ -131,9 +134,32 @@ pub enum StartError {
     /// The weights do not belong to the configuration.
     #[error(transparent)]
     Weights(#[from] WeightError),
+    /// Cache or states do not fit into memory.
+    #[error(
+        "native engine: a KV cache of {cache_tokens} tokens for ENGINE_MAX_NUM_SEQS={max_num_seqs} sequences of \
+         {max_model_len} tokens takes {bytes} bytes ({}), which cannot be had: {why}; lower ENGINE_MAX_NUM_SEQS, \
+         MAX_PROMPT + MAX_RESP (or ROLLOUT_MAX_MODEL_LEN), or set ENGINE_KV_CACHE_TOKENS to fewer tokens",
+        gibibytes(*bytes)
+    )]
+    Memory {
+        /// Bytes that were asked for.
+        bytes: u64,
+        /// `ENGINE_KV_CACHE_TOKENS`.
+        cache_tokens: usize,
+        /// `ROLLOUT_MAX_MODEL_LEN`.
+        max_model_len: usize,
+        /// `ENGINE_MAX_NUM_SEQS`.
+        max_num_seqs: usize,
+        /// What the system said.
+        why: String,
+    },
     /// No thread could be started.
     #[error("native engine: cannot start a thread: {0}")]
     Thread(#[source] std::io::Error),
+}
+
+fn gibibytes(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 
 /// What is made on the starting thread and used on the engine's.
@@ -156,6 +182,9 @@ impl NativeEngine {
     /// Starts an engine on the weights of a model folder.
     pub fn start(config: NativeEngineConfig, policy_dir: &Path) -> Result<Arc<Self>, StartError> {
         let model = ModelConfig::from_dir(policy_dir)?;
+        // Before the weights are read.
+        check_config(&config)?;
+        config.check_memory(&model)?;
         let stored = Checkpoint::open(policy_dir)?.read_all(&model)?;
         let tensors: Vec<WeightTensor> = stored.iter().map(|t| t.to_weight()).collect();
         Self::from_weights(config, model, &tensors)
@@ -173,6 +202,8 @@ impl NativeEngine {
         tensors: &[WeightTensor],
     ) -> Result<Arc<Self>, StartError> {
         check_config(&config)?;
+        config.check_memory(&model)?;
+        let no_memory = |none: memory::NoMemory| config.too_large(none.0, "the system gives no more memory");
         let num_pages = config.kv_cache_tokens / PAGE_TOKENS;
         let with_mixer = |kind| model.layers.iter().filter(|l| l.mixer == kind).count();
         let (attending, linear) = (
@@ -192,12 +223,14 @@ impl NativeEngine {
         let place = if config.device == Device::Cpu {
             let top_k = model.experts.map_or(0, |e| e.top_k);
             let cache = KvCache::new(attending, num_pages, model.num_key_value_heads, model.head_dim);
-            let states = StateMemory::new(model.linear_attention, linear, num_slots);
+            let cache = cache.map_err(no_memory)?;
+            let states = StateMemory::new(model.linear_attention, linear, num_slots).map_err(no_memory)?;
+            let routing = RoutingMemory::new(model.num_sparse_layers(), top_k, num_pages);
             Place::Host(Forward {
                 shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
                 cache: Arc::new(cache),
                 states: Arc::new(states),
-                routing: Arc::new(RoutingMemory::new(model.num_sparse_layers(), top_k, num_pages)),
+                routing: Arc::new(routing.map_err(no_memory)?),
                 weights: EngineWeights::new(&model, tensors)?,
             })
         } else if linear > 0 {
@@ -207,7 +240,12 @@ impl NativeEngine {
             )));
         } else {
             let place = (config.device, config.compute);
-            Place::Device(Box::new(DeviceNetwork::new(&model, tensors, place, num_pages)?))
+            let network =
+                DeviceNetwork::new(&model, tensors, place, num_pages).map_err(|error| match error {
+                    DeviceError::Weights(error) => StartError::Weights(error),
+                    DeviceError::Memory(bytes, why) => config.too_large(bytes, &why),
+                })?;
+            Place::Device(Box::new(network))
         };
         let (commands, inbox) = channel();
         let (started, ready) = channel();

@@ -72,6 +72,9 @@ pub(super) struct PagePool {
 }
 
 impl PagePool {
+    /// Bytes of the books of a page.
+    pub(super) const PAGE_BYTES: usize = size_of::<Page>() + size_of::<PageId>();
+
     pub(super) fn new(num_pages: usize) -> Self {
         Self {
             states: None,

@@ -4,7 +4,10 @@
 //! Invariant: within a step a slot is touched by the one worker that computes its sequence; copies between
 //! slots are made by the engine's thread while no worker computes.
 
-use super::states::{SlotId, StateOp};
+use super::{
+    memory::{zeroed, NoMemory},
+    states::{SlotId, StateOp},
+};
 use crate::model::hf::LinearAttentionConfig;
 use std::cell::UnsafeCell;
 
@@ -22,22 +25,23 @@ unsafe impl Sync for StateMemory {}
 
 impl StateMemory {
     /// Zeroed memory; the system provides it page by page as it is used.
-    pub(super) fn new(sizes: Option<LinearAttentionConfig>, num_layers: usize, num_slots: usize) -> Self {
+    pub(super) fn new(
+        sizes: Option<LinearAttentionConfig>,
+        num_layers: usize,
+        num_slots: usize,
+    ) -> Result<Self, NoMemory> {
         let (state, conv) = sizes.map_or((0, 0), |s| {
             (
                 s.num_value_heads * s.key_head_dim * s.value_head_dim,
                 (s.conv_kernel - 1) * s.conv_dim(),
             )
         });
-        let size = num_slots * num_layers * (state + conv);
-        let zeroed = Box::into_raw(vec![0.0f32; size].into_boxed_slice());
-        Self {
-            // SAFETY: the pointer was just taken out of a box, and UnsafeCell<f32> has the layout of f32.
-            memory: unsafe { Box::from_raw(zeroed as *mut [UnsafeCell<f32>]) },
+        Ok(Self {
+            memory: zeroed(&[num_slots, num_layers, state + conv])?,
             num_layers,
             state,
             conv,
-        }
+        })
     }
 
     fn slot(&self, slot: SlotId) -> &[UnsafeCell<f32>] {

@@ -8,7 +8,8 @@
 //!   none has tools). Another one is [`BranchKind::Side`] without tools beside conversations with tools,
 //!   [`BranchKind::SubAgent`] if the agent said so, [`BranchKind::Compaction`] if it begins like the main
 //!   one (same tools and system prompt; without tools, the same first message) or with a summary of it, and
-//!   otherwise [`BranchKind::SubAgent`], or [`BranchKind::Side`] where no conversation has tools;
+//!   otherwise [`BranchKind::SubAgent`]. Where no conversation has tools it is a sub-agent's only with another
+//!   system prompt, and [`BranchKind::Side`] without one of its own;
 //! * a fork of another branch: [`BranchKind::Retry`] if the same messages were asked with other options,
 //!   else [`BranchKind::Rewritten`]. Forks of a side conversation are side conversations.
 //!
@@ -18,6 +19,10 @@
 //! A finished turn asked for a summary if nothing continues it, it calls no tool, and a later conversation or fork
 //! begins with its text in a message of the user or the system ([`repeats`]). It then is a branch of its own
 //! beside the conversation that it sums up, which ends with the turn before.
+//!
+//! The later conversation must be the same agent's ([`hands_over`]): the same tools and system prompt as the one
+//! that was asked, or, where the request came without tools, as an earlier one with tools. A planner whose
+//! reply an executor with another system prompt is given has not summed up anything: both are trained.
 //!
 //! A sampled token is counted in the first trainable leaf (in order of creation) whose path holds it, and
 //! is context in the others. A leaf's weight is its share of the session's counted tokens: no token counts
@@ -109,12 +114,55 @@ fn resumptions(tree: &Tree) -> Vec<Option<NodeId>> {
             .map(|message| one_line(message.content()))
             .collect();
         for (id, summary) in earlier() {
-            if out[*id].is_none() && given.iter().any(|text| repeats(text, summary)) {
+            let repeated = || given.iter().any(|text| repeats(text, summary));
+            if out[*id].is_none() && hands_over(tree, *id, start) && repeated() {
                 out[*id] = Some(start);
             }
         }
     }
     out
+}
+
+/// May the conversation (or fork) that begins with turn `start` go on from what turn `asked` answered?
+fn hands_over(tree: &Tree, asked: NodeId, start: NodeId) -> bool {
+    let root_of = |id: NodeId| {
+        let node = tree.path(id)[0];
+        tree.roots.iter().find(|root| root.node == node)
+    };
+    let (Some(from), Some(to)) = (root_of(asked), root_of(start)) else {
+        return false;
+    };
+    let same_agent = |a: &Root, b: &Root| same_tools(a, b) && same_system(tree, a.node, b.node);
+    if from.node == to.node || same_agent(from, to) {
+        return true;
+    }
+    // Some agents ask without tools, under a system prompt of the request's own or none.
+    let mut earlier = tree.roots.iter().filter(|root| root.node < to.node);
+    from.tools.is_none() && to.tools.is_some() && earlier.any(|root| same_agent(root, to))
+}
+
+fn same_tools(a: &Root, b: &Root) -> bool {
+    match (&a.tools, &b.tools) {
+        (None, None) => true,
+        (Some(a), Some(b)) => a.raw == b.raw || a.item().tools().ok() == b.item().tools().ok(),
+        _ => false,
+    }
+}
+
+/// The same system prompt, or none, in two conversations. Numbers may differ: agents write date and time there.
+fn same_system(tree: &Tree, a: NodeId, b: NodeId) -> bool {
+    let text = |node: NodeId| {
+        let first = tree.nodes[node].delta.first().filter(|s| is_system(s))?;
+        let messages = Stored::canonical(first.item()).unwrap_or_default();
+        let all: Vec<String> = messages.iter().map(|m| one_line(m.content())).collect();
+        Some(all.join(" ").replace(|c: char| c.is_ascii_digit(), ""))
+    };
+    text(a) == text(b)
+}
+
+/// A message, or a request's head, that is a system prompt.
+fn is_system(stored: &Stored) -> bool {
+    stored.form.is_head() || stored.messages().first().is_some_and(|m| m["role"] == "system")
 }
 
 /// The reply of a turn that may have asked for a summary.
@@ -245,12 +293,7 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
     if root.sub_agent.is_some() {
         return BranchKind::SubAgent;
     }
-    let same_tools = match (&main.tools, &root.tools) {
-        (None, None) => true,
-        (Some(a), Some(b)) => a.raw == b.raw || a.item().tools().ok() == b.item().tools().ok(),
-        _ => false,
-    };
-    let alike = same_tools && begins_alike(tree, main.node, root.node, with_tools);
+    let alike = same_tools(main, root) && begins_alike(tree, main.node, root.node, with_tools);
     match (alike, with_tools) {
         // The same messages with other options are the main conversation asked again.
         (true, _)
@@ -262,8 +305,14 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
         (true, _) => BranchKind::Compaction,
         _ if view.resumes(node, main.node) => BranchKind::Compaction,
         (false, true) => BranchKind::SubAgent,
+        (false, false) if has_other_system(tree, main.node, node) => BranchKind::SubAgent,
         (false, false) => BranchKind::Side,
     }
+}
+
+/// The conversation has a system prompt, and it is not the main one's.
+fn has_other_system(tree: &Tree, main: NodeId, node: NodeId) -> bool {
+    tree.nodes[node].delta.first().is_some_and(is_system) && !same_system(tree, main, node)
 }
 
 fn all_alike(a: &[Stored], b: &[Stored]) -> bool {
@@ -278,11 +327,7 @@ fn all_alike(a: &[Stored], b: &[Stored]) -> bool {
 /// The same system prompt; without tools, the same first message.
 fn begins_alike(tree: &Tree, a: NodeId, b: NodeId, with_tools: bool) -> bool {
     let (a, b) = (&tree.nodes[a].delta, &tree.nodes[b].delta);
-    let is_system = |stored: Option<&Stored>| {
-        stored
-            .is_some_and(|s| s.form.is_head() || s.messages().first().is_some_and(|m| m["role"] == "system"))
-    };
-    match (is_system(a.first()), is_system(b.first())) {
+    match (a.first().is_some_and(is_system), b.first().is_some_and(is_system)) {
         (false, false) if with_tools => true,
         (a_has, b_has) => a_has == b_has && all_alike(&a[..1.min(a.len())], &b[..1.min(b.len())]),
     }

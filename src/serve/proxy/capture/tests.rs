@@ -315,7 +315,7 @@ fn a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_repl
                    <summary>\n1. The user wants number 7 fixed.\n   2. src/a.rs was read.\n</summary>";
     let resumed = "This goes on from an earlier conversation.\nSummary:\n1. The user wants number 7 fixed.\n2. src/a.rs was read.\nGo on.";
     let mut s = Session::new(tools());
-    let mut messages = vec![system("rules"), user("fix number 7")];
+    let mut messages = vec![system("rules\nToday is 2026-03-09, 23:58."), user("fix number 7")];
     s.turn(&messages, &assistant("I read it."), "I read it.<|im_end|>");
     messages.extend([assistant("I read it."), user("output")]);
     s.turn(&messages, &assistant("I fix it."), "I fix it.<|im_end|>");
@@ -325,7 +325,7 @@ fn a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_repl
     assert_eq!(kinds(&s), [(Main, true, None)]);
     // The system prompt has a new date.
     s.turn(
-        &[system("rules of today"), user(resumed)],
+        &[system("rules\nToday is 2026-03-10, 0:04."), user(resumed)],
         &assistant("done"),
         "done<|im_end|>",
     );
@@ -356,6 +356,92 @@ fn a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_repl
     let counted: Vec<usize> = all.iter().map(TokenSequence::sampled).collect();
     assert_eq!(counted[1], branches[1].tokens.sampled());
     assert_eq!(all.iter().map(|q| q.weight).sum::<f32>(), 1.0);
+}
+
+/// A planner's reply is pasted into the first message of an executor, which has rules of its own.
+#[test]
+fn a_plan_that_another_agent_is_given_is_trained() {
+    use BranchKind::*;
+    let system = |text: &str| json!({"role": "system", "content": text});
+    let plan = "1. Read sugar.txt in the folder otter.\n2. Copy it to the folder of the recipe.";
+    let given = user(&format!("Carry out this plan:\n{plan}"));
+    let other =
+        Some(json!([{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]));
+    let planner = [system("You plan."), user("copy the sugar")];
+    // Tools of the planner and of the executor.
+    for (planners, executors) in [(None, None), (tools(), tools()), (other.clone(), tools())] {
+        let mut s = Session::new(planners);
+        s.turn(&planner, &assistant(plan), "plan<|im_end|>");
+        s.tools = executors.clone();
+        let executor = [system("You work."), given.clone()];
+        s.turn(&executor, &assistant("done"), "done<|im_end|>");
+        assert_eq!(
+            kinds(&s),
+            [(Main, true, None), (SubAgent, true, None)],
+            "executor with {executors:?}"
+        );
+    }
+    // Other tools alone tell them apart too.
+    let mut s = Session::new(other);
+    s.turn(&planner[1..], &assistant(plan), "plan<|im_end|>");
+    s.tools = tools();
+    s.turn(std::slice::from_ref(&given), &assistant("done"), "done<|im_end|>");
+    assert_eq!(kinds(&s), [(Main, true, None), (SubAgent, true, None)]);
+    // The same rules and tools: the same agent, which begins anew with what it wrote.
+    for tools in [None, tools()] {
+        let mut s = Session::new(tools);
+        s.turn(&planner, &assistant("I begin."), "begin<|im_end|>");
+        let mut asked = planner.to_vec();
+        asked.extend([assistant("I begin."), user("Sum up.")]);
+        s.turn(&asked, &assistant(plan), "sum<|im_end|>");
+        s.turn(
+            &[planner[0].clone(), given.clone()],
+            &assistant("done"),
+            "done<|im_end|>",
+        );
+        assert_eq!(
+            kinds(&s),
+            [
+                (Main, true, None),
+                (Summary, false, Some(0)),
+                (Compaction, true, None)
+            ]
+        );
+    }
+}
+
+/// An agent whose request for a summary is a conversation of its own, without tools.
+#[test]
+fn a_summary_may_be_asked_for_without_tools() {
+    use BranchKind::*;
+    let system = |text: &str| json!({"role": "system", "content": text});
+    let summary = "USER_CONTEXT: copy sugar.txt.\nCOMPLETED: the folder otter was listed.";
+    for head in [None, Some(system("You sum up."))] {
+        let mut s = Session::new(tools());
+        s.turn(
+            &[system("rules"), user("copy the sugar")],
+            &assistant("I look."),
+            "look<|im_end|>",
+        );
+        s.tools = None;
+        let mut asked: Vec<Value> = head.into_iter().collect();
+        asked.push(user("These are the events so far. Sum them up."));
+        s.turn(&asked, &assistant(summary), "sum<|im_end|>");
+        s.tools = tools();
+        s.turn(
+            &[system("rules"), user(summary)],
+            &assistant("done"),
+            "done<|im_end|>",
+        );
+        assert_eq!(
+            kinds(&s),
+            [
+                (Main, true, None),
+                (Summary, false, None),
+                (Compaction, true, None)
+            ]
+        );
+    }
 }
 
 #[test]

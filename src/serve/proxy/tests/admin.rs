@@ -20,12 +20,13 @@ fn a_session_is_opened_used_and_closed_over_http() {
         |config| config.admin = Some(admin()),
     );
     let bearer = [("authorization", "Bearer open sesame")];
-    assert_eq!(s.post_raw("/admin/sessions", &[], b"").0, 401);
-    assert_eq!(
-        s.post_raw("/admin/sessions", &[("authorization", "Bearer no")], b"")
-            .0,
-        401
-    );
+    for headers in [&[][..], &[("authorization", "Bearer no")]] {
+        let (status, text) = s.post_raw("/admin/sessions", headers, b"");
+        assert!(
+            status == 401 && text.contains("admin secret") && text.contains("LEGORL_ADMIN_SECRET"),
+            "{text}"
+        );
+    }
     for (body, word) in [
         ("{\"max_turn\": 3}", "max_turn"),
         ("{\"name\": \"a/b\"}", "a/b"),
@@ -86,7 +87,13 @@ fn a_session_is_opened_used_and_closed_over_http() {
         ),
         (&json!("main"), &json!(true), &json!(1.0), &Value::Null)
     );
-    assert_eq!(s.get("DELETE", "/admin/sessions/one", &bearer).0, 404);
+    let (status, text) = s.get("DELETE", "/admin/sessions/one", &bearer);
+    let again: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        (status, &again["error"]["code"]),
+        (404, &json!("session_not_open"))
+    );
+    assert_eq!(again["error"]["message"], "session `one` is not open");
     assert_eq!(s.post_raw(&path, &[], body.as_bytes()).0, 404);
     assert_eq!(s.proxy.shared.open_sessions(), 0);
 }

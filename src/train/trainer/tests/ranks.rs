@@ -150,6 +150,34 @@ fn on_threads<T: Send>(ranks: u32, body: impl Fn(Arc<dyn Communicator>) -> T + S
 }
 
 #[test]
+fn a_unit_that_is_released_on_its_way_or_fails_to_come_is_away() {
+    on_threads(2, |comm| {
+        let config = MeshConfig {
+            ranks: vec![0, 1],
+            sequence: 1,
+            experts: 1,
+            device: None,
+            timeout: Duration::from_secs(5),
+        };
+        let mesh = Arc::new(Mesh::new(&comm, &config).unwrap());
+        let shards = Shards::new(units_of(&load("qwen3"), true), Some(mesh));
+        shards.prefetch(1).unwrap();
+        let coming = shards.held_bytes();
+        shards.release(1);
+        assert!(coming > 0 && shards.held_bytes() == 0, "{coming}");
+        shards.load(1).unwrap();
+        assert_eq!(shards.held_bytes(), coming);
+        shards.release(1);
+        assert_eq!(shards.held_bytes(), 0);
+        // The other rank does not come.
+        if comm.rank() == 0 {
+            assert!(shards.load(2).is_err());
+            assert_eq!(shards.held_bytes(), 0);
+        }
+    });
+}
+
+#[test]
 fn gradients_are_those_of_one_rank_in_f64() {
     for family in FAMILIES {
         for ranks in [2, 4] {
