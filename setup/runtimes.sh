@@ -123,5 +123,10 @@ install() {
   say "$name $version is in $target ($(du -sm "$target" | cut -f1) MB)"
 }
 
-[ $# -gt 0 ] || { sed -n '2,13p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
+usage() { sed -n '2,13p' setup/runtimes.sh | sed 's/^# \{0,1\}//'; }
+case ${1:-} in
+  '') usage >&2; exit 2 ;;
+  -h|--help) usage; exit 0 ;;
+  -*) usage >&2; die "\`$1\` is no option" ;;
+esac
 for one in "$@"; do install "$one"; done

@@ -119,13 +119,13 @@ fn common_failures_are_one_line_each() {
     let cases: [(&str, Vec<&str>, i32, &[&str]); 6] = [
         (
             "placeholder left in",
-            vec!["MODEL_PATH=CHANGEME", "SCAFFOLD=ohsdk"],
+            vec!["MODEL_PATH=CHANGEME", "SCAFFOLD=ohsdk", "MAX_RESP=30000"],
             0,
             &["WARN", "MODEL_PATH still CHANGEME"],
         ),
         (
             "unknown model",
-            vec!["MODEL_PATH=CHANGEME", "SCAFFOLD=ohsdk"],
+            vec!["MODEL_PATH=CHANGEME", "SCAFFOLD=ohsdk", "MAX_RESP=30000"],
             0,
             &["WARN", "no rule knows this model"],
         ),

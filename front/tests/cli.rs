@@ -255,6 +255,47 @@ fn every_rank_ends_a_check_with_the_code_of_the_first() {
     }
 }
 
+/// In a launch the first rank alone judges: without the facts that it has, this configuration looks wrong.
+#[test]
+fn the_other_ranks_of_a_launch_leave_the_checks_to_the_first() {
+    use std::os::unix::fs::PermissionsExt;
+    let config = SOUND.replace("MODEL_PATH=m", "MODEL_PATH=qwen3_5_moe") + "TOOL_CALL_PARSER=hermes\n";
+    let folder = folder_with(&config);
+    let alone = run(&["--structure-only", "run.env"], folder.path());
+    assert!(
+        out(&alone).contains("TOOL_CALL_PARSER=hermes, but"),
+        "{}",
+        out(&alone)
+    );
+    let program = folder.path().join("legorl-rank");
+    fs::copy(PROGRAM, &program).unwrap();
+    let stand_in = folder.path().join("legorl-rank-torch");
+    fs::write(&stand_in, "#!/bin/sh\necho in its place\n").unwrap();
+    fs::set_permissions(&stand_in, fs::Permissions::from_mode(0o755)).unwrap();
+    let launch = |rank: &str| {
+        Command::new(&program)
+            .arg("run.env")
+            .current_dir(folder.path())
+            .env_clear()
+            .env("PATH", std::env::var("PATH").unwrap_or_default())
+            .env("OMPI_COMM_WORLD_RANK", rank)
+            .env("OMPI_COMM_WORLD_SIZE", "2")
+            .output()
+            .unwrap()
+    };
+    let other = launch("1");
+    assert_eq!(
+        (code(&other), out(&other).as_str()),
+        (0, "in its place\n"),
+        "{}",
+        err(&other)
+    );
+    // The first one refuses, and says why.
+    let first = launch("0");
+    assert_eq!(code(&first), 1);
+    assert!(out(&first).contains("FATAL"), "{}", out(&first));
+}
+
 #[test]
 fn evaluations_and_sampling_runs_are_checked_and_not_launched() {
     let folder = folder_with("PROJECT_NAME=p\nEXP_NAME=e\nMODEL_PATH=m\nDATASET_NAME=d\n");
@@ -520,4 +561,62 @@ fn task_and_index_commands_work_on_folders() {
         folder.path(),
     );
     assert_eq!(code(&output), 2, "a ratio is between 0 and 1");
+}
+
+#[test]
+fn help_of_the_runtimes_script_is_its_usage_from_any_folder() {
+    let run = |argument: &str| {
+        let output = Command::new(repository().join("setup/runtimes.sh"))
+            .arg(argument)
+            .current_dir("/")
+            .output()
+            .expect("bash can be started");
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        (code(&output), text.into_owned())
+    };
+    let (code, text) = run("--help");
+    assert!(
+        code == 0 && text.contains("setup/runtimes.sh NAME@VERSION"),
+        "{text}"
+    );
+    let (code, text) = run("--frobnicate");
+    assert!(
+        code == 1 && text.contains("`--frobnicate` is no option"),
+        "{text}"
+    );
+}
+
+#[test]
+fn templates_say_nothing_about_an_agent_that_does_not_run() {
+    let folder = tempfile::tempdir().unwrap();
+    for scaffold in ["cc", "oc", "ohsdk", "oh", "terminus2"] {
+        let config = format!("{SOUND}SCAFFOLD={scaffold}\nTEMPLATE_MODULES=( scaffold/{scaffold}.env )\n");
+        fs::write(folder.path().join("run.env"), config).unwrap();
+        let output = run(&["config", "show", "run.env"], folder.path());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(code(&output), 0, "{text}");
+        for name in ["HARBOR_AGENT_VERSION", "HARBOR_AGENT_RUNTIME_IMAGE"] {
+            let line = text.lines().find(|line| line.contains(name)).unwrap_or_default();
+            assert!(!line.contains("scaffold/"), "{line}");
+        }
+    }
+}
+
+#[test]
+fn structure_only_says_what_will_be_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("run.env"), SOUND).unwrap();
+    let last = |set: &[&str]| {
+        let set = set.iter().flat_map(|value| ["--set", value]);
+        let arguments: Vec<&str> = ["--structure-only", "run.env"].into_iter().chain(set).collect();
+        let output = run(&arguments, folder.path());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.lines().last().unwrap_or_default().to_owned()
+    };
+    assert!(last(&[]).ends_with("the configuration holds together; nothing was launched."));
+    let text = last(&["MODEL_ENGINE=megatron", "BACKEND=docker"]);
+    assert!(
+        text.contains("2 of its values are not in this version") && text.contains("refused"),
+        "{text}"
+    );
 }

@@ -3,7 +3,7 @@
 use crate::{
     config::{
         show,
-        values::{RunKind, TrainingMode},
+        values::{DeviceName, RunKind, TrainingMode},
         Loaded, Settings,
     },
     rank::roles::RoleMap,
@@ -48,10 +48,21 @@ fn launch(loaded: &Loaded, arguments: &[String]) -> String {
         TrainingMode::Sync => "slurm/train_sync.sbatch",
         TrainingMode::Async => "slurm/train_async.sbatch",
     };
+    // A cluster whose nodes have no GPUs refuses the option.
+    let gpus = match s.model.device {
+        DeviceName::Cuda => format!(" --gpus-per-node={per_node}"),
+        DeviceName::Cpu | DeviceName::Auto => String::new(),
+    };
     let mut out = format!(
-        "sbatch --nodes={} --ntasks-per-node={per_node} {script} {words}\n",
+        "sbatch --nodes={} --ntasks-per-node={per_node}{gpus} {script} {words}\n",
         t.nnodes
     );
+    if s.model.device == DeviceName::Auto {
+        let _ = writeln!(
+            out,
+            "   (where nodes have GPUs, DEVICE=cuda adds --gpus-per-node={per_node}; docs/gpu.md says what the ranks need)"
+        );
+    }
     let _ = writeln!(
         out,
         "srun --nodes={} --ntasks={} --ntasks-per-node={per_node} --mpi=pmix --kill-on-bad-exit=1 legorl-rank train {words}",
@@ -141,7 +152,7 @@ mod tests {
             ranks,
             [
                 "    0      0     0  head, trainer",
-                "    1      0     1  engine replica",
+                "    1      0     1  trainer",
                 "    2      1     0  engine replica",
                 "    3      1     1  engine replica",
             ]
@@ -164,5 +175,20 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("legorl-rank") && text.contains("(one process, without Slurm)"));
+    }
+
+    #[test]
+    fn eight_gpus_of_a_node_are_eight_tasks_and_eight_gpus() {
+        let text = dry("NNODES=2\nN_NODES_TRAIN=2\nNGPUS_PER_NODE=8\nDEVICE=cuda\n", &[]);
+        assert!(
+            text.contains("sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 slurm/train_sync.sbatch "),
+            "{text}"
+        );
+        assert!(
+            text.contains("srun --nodes=2 --ntasks=16 --ntasks-per-node=8"),
+            "{text}"
+        );
+        let cores = dry("NGPUS_PER_NODE=8\nDEVICE=cpu\n", &[]);
+        assert!(!cores.contains("--gpus-per-node"), "{cores}");
     }
 }

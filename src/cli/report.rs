@@ -2,7 +2,7 @@
 
 use crate::{
     config::{ConfigWarning, WarningKind},
-    preflight::{Report, Scope, Verdict},
+    preflight::{rules::NOT_IN_THIS_VERSION, Finding, Report, Scope, Verdict},
 };
 use std::fmt::Write as _;
 
@@ -95,6 +95,19 @@ fn verdict_line(report: &Report) -> String {
     }
 }
 
+/// Last line of `--structure-only` when nothing is fatal.
+pub fn structure_only(report: &Report) -> String {
+    let is_absent = |f: &&Finding| f.verdict >= Verdict::Warn && f.rule == NOT_IN_THIS_VERSION;
+    match report.findings.iter().filter(is_absent).count() {
+        0 => "[structure-only] the configuration holds together; nothing was launched.\n".to_owned(),
+        n => format!(
+            "[structure-only] the configuration holds together, and {n} {} not in this version: this run will be \
+             refused at launch. Nothing was launched.\n",
+            if n == 1 { "of its values is" } else { "of its values are" }
+        ),
+    }
+}
+
 /// Breaks at blanks; a word longer than the width stays whole. Line ends in the text are kept.
 fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines = Vec::new();
@@ -130,7 +143,6 @@ pub fn warnings(warnings: &[ConfigWarning], strict: bool) -> (String, bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::Finding;
 
     #[test]
     fn a_report_has_the_four_marks_and_wraps_long_lines() {
@@ -171,5 +183,31 @@ mod tests {
         assert!(warnings(&[warning(WarningKind::UnknownVariable)], true).1);
         assert!(!warnings(&[warning(WarningKind::UnknownVariable)], false).1);
         assert!(!warnings(&[warning(WarningKind::AmbientIgnored)], true).1);
+    }
+
+    #[test]
+    fn the_last_line_tells_of_values_that_will_be_refused() {
+        let finding = |rule, verdict| Finding {
+            rule,
+            verdict,
+            text: "x".to_owned(),
+        };
+        let line = |findings: Vec<Finding>| {
+            structure_only(&Report {
+                scope: Scope::Structure,
+                findings,
+            })
+        };
+        let fine = line(vec![
+            finding(NOT_IN_THIS_VERSION, Verdict::Ok),
+            finding("memory", Verdict::Warn),
+        ]);
+        assert!(fine.contains("holds together; nothing was launched"), "{fine}");
+        let absent = finding(NOT_IN_THIS_VERSION, Verdict::Warn);
+        let text = line(vec![absent.clone(), absent]);
+        assert!(
+            text.contains("2 of its values are not in this version") && text.contains("will be refused"),
+            "{text}"
+        );
     }
 }

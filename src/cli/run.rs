@@ -67,6 +67,12 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         return Ok(ExitCode::FAILURE);
     }
 
+    // In a launch the first rank's verdict is the run's: what another one would judge without facts, or by those
+    // of its own node, may differ. A launcher ends the others when the first one refuses (mpirun by itself, srun
+    // with --kill-on-bad-exit, which the batch scripts set).
+    if args.launches() && !place.is_head() {
+        return launch(parts, kind, place, &loaded);
+    }
     let facts = probe(args, place, &loaded.settings);
     let checks = preflight::check(&loaded.settings, facts.as_ref());
     print(&block::text(&loaded, facts.as_ref()));
@@ -84,7 +90,7 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         return Ok(ExitCode::FAILURE);
     }
     if args.structure_only {
-        print("[structure-only] the configuration holds together; nothing was launched.\n");
+        print(&report::structure_only(&checks));
         return Ok(ExitCode::SUCCESS);
     }
     if args.preflight_only {
@@ -95,8 +101,12 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
         print("[dry-run] nothing was launched.\n");
         return Ok(ExitCode::SUCCESS);
     }
+    launch(parts, kind, place, &loaded)
+}
+
+fn launch(parts: &Parts, kind: RunKind, place: Place, loaded: &config::Loaded) -> anyhow::Result<ExitCode> {
     match (kind, parts.tensors) {
-        (RunKind::Train, Tensors::Here { train, .. }) => train(&loaded),
+        (RunKind::Train, Tensors::Here { train, .. }) => train(loaded),
         (RunKind::Train, Tensors::In(name)) => Err(exec::replace(name, loaded.read_at)),
         (RunKind::Eval | RunKind::Infer, _) if !place.is_head() => Ok(ExitCode::FAILURE),
         (RunKind::Eval | RunKind::Infer, _) => bail!(
@@ -107,10 +117,9 @@ pub fn run(parts: &Parts, args: &RunArgs, kind: RunKind) -> anyhow::Result<ExitC
 }
 
 /// What the checks need to know of this machine. Ranks besides the first look as well, so that all end
-/// with the same code, except that only the first one tries the proxy's port: two would collide. In a
-/// launch they leave the checks to the first rank.
+/// with the same code, except that only the first one tries the proxy's port: two would collide.
 fn probe(args: &RunArgs, place: Place, settings: &Settings) -> Option<Facts> {
-    if args.structure_only || (args.launches() && !place.is_head()) {
+    if args.structure_only {
         return None;
     }
     let world_size = args.launches().then_some(place.size).flatten();

@@ -92,6 +92,26 @@ fn second_names_are_the_variable_itself() {
 }
 
 #[test]
+fn a_command_of_the_sandbox_in_double_quotes_is_told_of_single_ones() {
+    for line in [
+        "SCAFFOLD=custom\nSCAFFOLD_COMMAND=\"bash $LEGORL_RUNTIME/agent.sh\"\n",
+        "SCAFFOLD=custom\n: \"${SCAFFOLD_COMMAND:=bash $OPENAI_BASE_URL}\"\n",
+    ] {
+        let text = run(line).error("configs/run.env");
+        assert!(
+            text.contains("is not set") && text.contains("single quotes"),
+            "{text}"
+        );
+    }
+    let loaded =
+        run("SCAFFOLD=custom\nSCAFFOLD_COMMAND='bash $LEGORL_RUNTIME/agent.sh'\n").ok("configs/run.env");
+    let command = loaded.settings.agent.command;
+    assert_eq!(command.as_deref(), Some("bash $LEGORL_RUNTIME/agent.sh"));
+    let text = run("EXP_NAME=x-$LEGORL_RUNTIME\n").error("configs/run.env");
+    assert!(!text.contains("single quotes"), "{text}");
+}
+
+#[test]
 fn contradictions_are_errors_with_both_places() {
     let text = run("HARBOR_LOG_DIR=/a\nLOG_DIR=/b\n").error("configs/run.env");
     assert!(

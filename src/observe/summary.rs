@@ -46,14 +46,28 @@ pub fn render(summary: &Summary<'_>) -> String {
     out
 }
 
+fn has_reward(row: &Row) -> bool {
+    row.contains_key(REWARD)
+}
+
+/// Steps were made, and in none of them had a trial a verdict.
+pub fn learned_nothing(rows: &BTreeMap<u64, Row>) -> bool {
+    rows.values().any(|row| row.contains_key(STEP_TIME)) && !rows.values().any(has_reward)
+}
+
 fn rewards(out: &mut String, rows: &BTreeMap<u64, Row>) {
     let steps: Vec<(u64, &Row)> = rows
         .iter()
-        .filter(|(_, row)| row.contains_key(REWARD))
+        .filter(|(_, row)| has_reward(row))
         .map(|(s, r)| (*s, r))
         .collect();
     if steps.is_empty() {
-        out.push_str("no step was finished\n");
+        // A step whose trials all failed has a row without a reward.
+        out.push_str(if learned_nothing(rows) {
+            "no step had a trial with a verdict\n"
+        } else {
+            "no step was finished\n"
+        });
         return;
     }
     let _ = writeln!(
@@ -122,7 +136,10 @@ fn stages(out: &mut String, rows: &BTreeMap<u64, Row>) {
             }
         }
     }
-    let whole = sums.remove("step").unwrap_or_else(|| sums.values().sum());
+    // Steps, and the validation between them.
+    let steps = sums.remove("step");
+    let between = sums.get("testing").copied().unwrap_or_default();
+    let whole = steps.map_or_else(|| sums.values().sum(), |steps| steps + between);
     let mut stages: Vec<(&str, f64)> = sums.into_iter().collect();
     stages.sort_by(|a, b| b.1.total_cmp(&a.1));
     if stages.is_empty() {
@@ -250,6 +267,27 @@ update_actor        2.5    12%
     }
 
     #[test]
+    fn validation_counts_into_the_whole_and_steps_without_a_verdict_are_told() {
+        let rows = BTreeMap::from([(
+            1,
+            row(&[
+                (STEP_TIME, 5.0),
+                ("timing_s/gen", 5.0),
+                ("timing_s/testing", 15.0),
+            ]),
+        )]);
+        let text = render(&Summary {
+            rows: &rows,
+            wall: Duration::from_secs(20),
+            places: &[],
+        });
+        assert!(text.starts_with("no step had a trial with a verdict\n"), "{text}");
+        assert!(learned_nothing(&rows));
+        assert!(text.contains("testing       15.0    75%\n"), "{text}");
+        assert!(text.contains("gen            5.0    25%\n"), "{text}");
+    }
+
+    #[test]
     fn a_run_without_steps_says_so() {
         let text = render(&Summary {
             rows: &BTreeMap::new(),
@@ -257,5 +295,6 @@ update_actor        2.5    12%
             places: &[],
         });
         assert!(text.starts_with("no step was finished"), "{text}");
+        assert!(!learned_nothing(&BTreeMap::new()));
     }
 }

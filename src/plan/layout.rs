@@ -3,7 +3,12 @@
 //! | MODEL_ENGINE | State | Head |
 //! |---|---|---|
 //! | `fsdp` | f32 sharded over the trainer ranks, reference policy beside it; computation in MODEL_DTYPE | rows of 2,048 |
-//! | `veomni`, `megatron` | f32 sharded over the trainer ranks, bf16 computation | whole: their loss is not fused |
+//! | `veomni` | the same trainer; a gathered layer holds the experts of one of EP_SIZE ranks | rows of 2,048 |
+//! | `megatron` | f32 sharded over the trainer ranks, bf16 computation (not launched by this version) | whole: its loss is not fused |
+//!
+//! `fsdp` and `veomni` generate with the native engine, which reserves ENGINE_KV_CACHE_TOKENS at its start. Ranks
+//! that share a sequence (SP_SIZE) share its activations: a rank has ACTOR_PPO_MAX_TOKEN_LEN_PER_GPU tokens, or its
+//! part of a sequence that is longer than theirs together.
 
 use super::memory::{Backward, EnginePlan, TrainPlan};
 use crate::config::{
@@ -26,6 +31,7 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
     };
     let whole = TrainPlan {
         shards: u64::from(s.train_ranks().max(1)),
+        expert_shards: 1,
         weight_bytes: 4,
         gradient_bytes: 4,
         moment_bytes: 8,
@@ -44,7 +50,8 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
         gpu,
     };
     match s.run.model_engine {
-        ModelEngine::Fsdp => TrainPlan {
+        ModelEngine::Fsdp | ModelEngine::Veomni => TrainPlan {
+            expert_shards: u64::from(s.plan.ep_size.max(1)),
             reference_bytes: if s.algorithm.use_kl_loss || s.algorithm.kl_reward.is_some() {
                 4
             } else {
@@ -54,7 +61,7 @@ pub fn train_plan(s: &Settings, gpu: bool) -> TrainPlan {
             head_rows: HEAD_ROWS,
             ..whole
         },
-        ModelEngine::Veomni | ModelEngine::Megatron => whole,
+        ModelEngine::Megatron => whole,
     }
 }
 
@@ -70,12 +77,12 @@ fn compute_bytes(s: &Settings, gpu: bool) -> u64 {
 /// takes what is left must at least hold one sequence.
 pub fn engine_plan(s: &Settings, gpu: bool) -> EnginePlan {
     let (number_bytes, cache_tokens, sequences) = match s.run.model_engine {
-        ModelEngine::Fsdp => (
+        ModelEngine::Fsdp | ModelEngine::Veomni => (
             if gpu { compute_bytes(s, gpu) } else { 4 },
             s.engine.kv_cache_tokens,
             u64::from(s.engine.max_num_seqs),
         ),
-        ModelEngine::Veomni | ModelEngine::Megatron => (2, s.window_tokens(), 1),
+        ModelEngine::Megatron => (2, s.window_tokens(), 1),
     };
     EnginePlan {
         tensor_parallel: u64::from(s.plan.gen_tp),

@@ -8,7 +8,7 @@
 //! | weights, master copy, gradients, moments | parameters x bytes of each / R |
 //! | reference | parameters x bytes of a weight / R, where a frozen policy stays on the device |
 //! | critic | parameters x (weight, gradient and moments) / R, under ADV_ESTIMATOR=gae |
-//! | gathered layer | two layers of weights (the next one is fetched meanwhile) and one of gradients, for R > 1 |
+//! | gathered layer | two layers of weights (the next one is fetched meanwhile) and one of gradients, for R > 1; of the experts those of one of EP_SIZE ranks |
 //! | block inputs | layers x T x hidden x s |
 //! | kept activations | what the backward pass reads, of every block that is not recomputed |
 //! | one block | what the backward pass reads of one block, and its gradients |
@@ -42,6 +42,8 @@ pub enum Backward {
 pub struct TrainPlan {
     /// Ranks over which state is sharded.
     pub shards: u64,
+    /// Ranks that share the experts of a gathered layer.
+    pub expert_shards: u64,
     /// Bytes of a weight.
     pub weight_bytes: u64,
     /// Bytes of a gradient.
@@ -131,7 +133,7 @@ pub fn train(shape: &ModelShape, plan: &TrainPlan) -> Estimate {
     let parameters = shape.parameters();
     let share = |bytes: u64| (parameters * bytes).div_ceil(plan.shards.max(1));
     let gathered = if plan.shards > 1 {
-        shape.layer_parameters() * (2 * plan.compute_bytes + plan.gradient_bytes)
+        shape.gathered_parameters(plan.expert_shards) * (2 * plan.compute_bytes + plan.gradient_bytes)
     } else {
         0
     };

@@ -160,11 +160,18 @@ impl ModelShape {
         self.experts.is_some() || self.model_type.ends_with("_moe")
     }
 
-    /// Parameters of the largest decoder layer.
-    pub fn layer_parameters(&self) -> u64 {
-        self.attention_parameters().max(self.delta_parameters())
-            + self.dense_mlp_parameters().max(self.sparse_mlp_parameters())
-            + 2 * self.hidden
+    /// Parameters of the largest decoder layer on a rank when `ranks` share its experts.
+    pub fn gathered_parameters(&self, ranks: u64) -> u64 {
+        let experts = self
+            .experts
+            .map_or(0, |e| e.count * 3 * self.hidden * e.intermediate);
+        let elsewhere = experts - experts / ranks.max(1);
+        let sparse = self.sparse_mlp_parameters().saturating_sub(elsewhere);
+        let dense = match self.sparse_layers < self.layers {
+            true => self.dense_mlp_parameters(),
+            false => 0,
+        };
+        self.attention_parameters().max(self.delta_parameters()) + dense.max(sparse) + 2 * self.hidden
     }
 
     /// All parameters, the head counted once when tied.

@@ -22,7 +22,7 @@
 use super::{
     checkpointing::Checkpointing,
     control::Control,
-    report::Report,
+    report::{Learned, Report},
     roles::RoleMap,
     signals::{StopFlag, EXIT_REQUEUE},
     stages,
@@ -145,7 +145,14 @@ impl<'a> Head<'a> {
         saved?;
         self.team.end()?;
         let step = self.trainer.version().0;
-        self.report.finished(step, self.total_steps);
+        let learned = self.report.finished(step, self.total_steps);
+        if finished && learned == Learned::Nothing {
+            bail!(
+                "no step of this run had a trial with a verdict: its weights are those that it began with. {} says what \
+                 failed; when it is mended, start again under another EXP_NAME",
+                self.settings.paths.run.join("journal.jsonl").display()
+            );
+        }
         Ok(if finished {
             ExitCode::SUCCESS
         } else {

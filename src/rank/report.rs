@@ -34,6 +34,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// What a run that is over has trained on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Learned {
+    /// Trials with a verdict, or it cannot be told.
+    Something,
+    /// Steps were made, and none of them had a verdict.
+    Nothing,
+}
+
 /// The run's voice. Shared with the workers.
 pub struct Report {
     journal: Journal,
@@ -358,7 +367,7 @@ impl Report {
     }
 
     /// The run is over: the table.
-    pub fn finished(&self, step: u32, total_steps: u32) {
+    pub fn finished(&self, step: u32, total_steps: u32) -> Learned {
         self.progress.finish();
         let done = step == total_steps;
         self.journal.record(
@@ -367,8 +376,12 @@ impl Report {
         );
         self.set_status(&[("state", json!(if done { "finished" } else { "stopped" }))]);
         let path = lock(&self.metrics).jsonl_path().to_owned();
+        let mut learned = Learned::Something;
         match metrics::read(&path) {
             Ok(rows) => {
+                if summary::learned_nothing(&rows) {
+                    learned = Learned::Nothing;
+                }
                 let table = summary::render(&summary::Summary {
                     rows: &rows,
                     wall: self.wall(),
@@ -381,6 +394,7 @@ impl Report {
         if !done {
             println!("stopped after step {step} of {total_steps}; the same command goes on from here");
         }
+        learned
     }
 
     fn wall(&self) -> Duration {

@@ -22,6 +22,11 @@ pub trait Names {
     fn fallback(&mut self, name: &str, location: &Location) -> Option<String>;
     /// A variable of the process environment, for `${X:-…}` and its relatives.
     fn environment(&mut self, name: &str) -> Option<String>;
+    /// What to write instead where the value of this variable refers to one that is not set; `None` for the
+    /// ordinary advice.
+    fn advice(&self, _name: &str) -> Option<&'static str> {
+        None
+    }
     /// Notes that a line refers to a variable.
     fn refer(&mut self, _name: &str) {}
     /// True for arrays, which have no text.
@@ -29,6 +34,9 @@ pub trait Names {
     /// Sets a variable.
     fn set(&mut self, name: &str, setting: Setting, location: &Location) -> Result<(), LanguageError>;
 }
+
+/// End of the problem of a plain reference to nothing.
+const NOT_SET: &str = " is not set";
 
 /// One evaluation of a file.
 pub struct Evaluation<'a> {
@@ -78,7 +86,7 @@ impl<'a> Evaluation<'a> {
             let location = &statement.location;
             match &statement.kind {
                 StatementKind::Assign { name, value } => {
-                    let text = self.word(value, false)?;
+                    let text = self.value_of(name, value)?;
                     self.names.set(name, Setting::Text(text), location)?;
                 }
                 StatementKind::AssignArray { name, items } => {
@@ -105,6 +113,18 @@ impl<'a> Evaluation<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The text that is assigned to `name`.
+    fn value_of(&mut self, name: &str, value: &Word) -> Evaluated<String> {
+        self.word(value, false)
+            .map_err(|error| match self.names.advice(name) {
+                Some(help) if error.problem.ends_with(NOT_SET) => LanguageError {
+                    help: help.to_owned(),
+                    ..error
+                },
+                _ => error,
+            })
     }
 
     /// `only_configured`: in `: "${X:=d}"` and `: "${X:?m}"` the process environment does not count,
@@ -174,7 +194,7 @@ impl<'a> Evaluation<'a> {
                 }
                 None => fail_at(
                     location.clone(),
-                    format!("{name} is not set"),
+                    format!("{name}{NOT_SET}"),
                     format!("set it above this line, or write ${{{name}:-}} if it may be empty"),
                 ),
             };
@@ -193,7 +213,7 @@ impl<'a> Evaluation<'a> {
             (_, Some(text)) => Ok(text),
             (OperationKind::Otherwise, None) => self.word(&operation.word, false),
             (OperationKind::Assign, None) => {
-                let text = self.word(&operation.word, false)?;
+                let text = self.value_of(name, &operation.word)?;
                 self.names.set(name, Setting::Text(text.clone()), location)?;
                 Ok(text)
             }

@@ -162,6 +162,13 @@ impl Names for Scope<'_> {
         self.values.get(canonical(name)).map(|entry| entry.text.clone())
     }
 
+    fn advice(&self, name: &str) -> Option<&'static str> {
+        (name == "SCAFFOLD_COMMAND").then_some(
+            "write SCAFFOLD_COMMAND='…' in single quotes: in double quotes its names are looked up here, and the \
+             agent's ($LEGORL_RUNTIME, $OPENAI_BASE_URL, …) exist in the sandbox alone (docs/scaffolds.md)",
+        )
+    }
+
     fn refer(&mut self, name: &str) {
         self.referred.insert(name.to_owned());
     }

@@ -30,13 +30,13 @@ pub(super) const VARIABLES: &[Variable] = &[
         "Agent factory of Harbor; must stay empty for `oh` and `ohsdk`, which are imported by path."),
 
     row(AGENT_FILES, "HARBOR_AGENT_RUNTIME_IMAGE", Text, Unset("no image"), "", Common,
-        "Image that holds the agent's files, for `docker` and `k8s`."),
+        "Image that holds the agent's files, for `docker` and `k8s`; sandboxes of `process` carry a runtime of the node."),
     row(AGENT_FILES, "HARBOR_AGENT_RUNTIME_IMAGE_SUBPATH", Text, Unset("the whole image"), "", Advanced,
         "Folder of that image that is mounted."),
     row(AGENT_FILES, "HARBOR_AGENT_RUNTIME_MOUNT_PATH", Text, Unset("not mounted"), "", Advanced,
         "Place of that folder in the sandbox."),
-    row(AGENT_FILES, "HARBOR_AGENT_VERSION", Text, Unset("the scaffold's own"), "", Advanced,
-        "Version of the agent, for reports."),
+    row(AGENT_FILES, "HARBOR_AGENT_VERSION", Text, Unset("not said"), "", Advanced,
+        "Version of the agent in that image, for reports; SCAFFOLD_VERSION chooses the version that a `process` sandbox carries."),
 
     row(KUBERNETES, "K8S_KUBECONFIG", Path, Unset("none; the template module backend/k8s.env requires one"), "", Essential,
         "Kubeconfig of the cluster that runs the sandboxes."),

@@ -28,7 +28,7 @@ pub use slurm::SlurmFacts;
 pub use tasks::IndexFacts;
 
 use crate::config::{
-    values::{Backend, RunKind},
+    values::{Backend, RunKind, Scaffold},
     Settings,
 };
 use crate::rollout::scaffold::{Runtime, RuntimeConfig, RUNTIMES};
@@ -150,7 +150,11 @@ fn scaffold_runtime(s: &Settings) -> Option<Result<String, String>> {
     }
     let name = s.run.scaffold.name();
     let agent = &s.agent;
-    if let Some(folder) = &agent.custom_runtime {
+    if let Some(folder) = agent
+        .custom_runtime
+        .as_ref()
+        .filter(|_| s.run.scaffold == Scaffold::Custom)
+    {
         return Some(if folder.is_dir() {
             Ok(format!("SCAFFOLD_RUNTIME={}", folder.display()))
         } else {

@@ -14,7 +14,7 @@ pub(super) const RULE: Rule = Rule {
     what: "SCAFFOLD is one that was tried with BACKEND=docker.",
     why: "Claude Code and OpenCode come from a runtime image that Kubernetes mounts; with Docker it must be unpacked first.",
     evidence: "Only OpenHands was run with a Docker daemon so far.",
-    fix: "Use BACKEND=k8s for cc and oc, or watch the first trials.",
+    fix: "Use BACKEND=process for cc and oc.",
     check,
 };
 
@@ -25,7 +25,7 @@ fn check(s: &Settings, _: Option<&Facts>) -> Vec<Outcome> {
     let scaffold = s.run.scaffold;
     vec![match scaffold {
         Scaffold::Cc | Scaffold::Oc => warn(format!(
-            "SCAFFOLD={scaffold} was not tried with BACKEND=docker; use k8s, or SCAFFOLD=oh"
+            "SCAFFOLD={scaffold} was not tried with BACKEND=docker; use BACKEND=process, which runs it in this version"
         )),
         _ => ok(format!("backend=docker with {scaffold}")),
     }]
@@ -39,9 +39,11 @@ mod tests {
     #[test]
     fn mounted_agents_are_a_warning() {
         assert!(check(&settings(&["SCAFFOLD=cc"]), None).is_empty());
-        assert_eq!(
-            check(&settings(&["BACKEND=docker", "SCAFFOLD=cc"]), None)[0].0,
-            Verdict::Warn
+        let found = check(&settings(&["BACKEND=docker", "SCAFFOLD=cc"]), None);
+        assert_eq!(found[0].0, Verdict::Warn);
+        assert!(
+            found[0].1.contains("BACKEND=process") && !found[0].1.contains("k8s"),
+            "what is advised is in this version: {found:?}"
         );
         assert_eq!(
             check(&settings(&["BACKEND=docker", "SCAFFOLD=oh"]), None)[0].0,

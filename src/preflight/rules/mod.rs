@@ -48,7 +48,9 @@ mod routing_replay;
 mod run_lock;
 mod sampling;
 mod sandbox;
+mod scaffold_context;
 mod scaffold_runtime;
+mod scaffold_variables;
 mod schedule;
 mod shared_memory;
 mod staleness;
@@ -65,6 +67,9 @@ mod veomni;
 mod world_size;
 
 use super::Rule;
+
+/// Id of the rule about values that cannot be launched yet.
+pub const NOT_IN_THIS_VERSION: &str = not_in_this_version::RULE.id;
 
 /// Every rule.
 pub const ALL: &[&Rule] = &[
@@ -108,6 +113,8 @@ pub const ALL: &[&Rule] = &[
     &input_paths::RULE,
     &sandbox::RULE,
     &scaffold_runtime::RULE,
+    &scaffold_context::RULE,
+    &scaffold_variables::RULE,
     &run_lock::RULE,
     &folders::RULE,
     &checkpoint_space::RULE,

@@ -3,7 +3,7 @@
 
 use crate::{
     config::{values::RunKind, Settings},
-    preflight::{Facts, Outcome, Rule, Verdict, EVERY_RUN},
+    preflight::{rules::tool_parser, Facts, Outcome, Rule, Verdict, EVERY_RUN},
 };
 
 pub(super) const RULE: Rule = Rule {
@@ -34,9 +34,12 @@ const ROWS: &[Row] = &[
     (
         "TOOL_CALL_PARSER",
         |s| s.model.tool_call_parser.to_string(),
-        &["hermes", "qwen3_coder", "auto"],
+        PARSERS,
     ),
 ];
+
+/// Parsers of this version.
+pub(super) const PARSERS: &[&str] = &["hermes", "qwen3_coder", "auto"];
 
 /// Kinds of run that can be launched.
 const KINDS: &[RunKind] = &[RunKind::Train];
@@ -52,10 +55,13 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         .map(|(name, value, known)| (name, value(s), known))
         .filter(|(_, value, known)| !known.contains(&value.as_str()))
         .map(|(name, value, known)| {
-            format!(
-                "{name}={value} is not in this version; use {}",
-                known.join(" or ")
-            )
+            let instead = match tool_parser::needed(s, facts) {
+                Some(parser) if *name == "TOOL_CALL_PARSER" => {
+                    format!("{parser}, the markup of this policy")
+                }
+                _ => known.join(" or "),
+            };
+            format!("{name}={value} is not in this version; use {instead}")
         })
         .collect();
     // Rows of the table of variables that name what can be launched.
@@ -134,5 +140,41 @@ mod tests {
         }
         let found = check(&settings(&[]), Some(&other));
         assert!(found[0].0 == Verdict::Fatal && found[0].1.contains("qwen3_5_moe"));
+    }
+
+    #[test]
+    fn a_parser_of_another_version_gets_one_advice() {
+        let s = settings(&["TOOL_CALL_PARSER=glm45"]);
+        let report = crate::preflight::check(&s, Some(&facts()));
+        let about: Vec<_> = report
+            .findings
+            .iter()
+            .filter(|f| f.verdict >= Verdict::Warn && f.text.contains("TOOL_CALL_PARSER"))
+            .collect();
+        assert_eq!(about.len(), 1, "{about:?}");
+        assert_eq!(about[0].verdict, Verdict::Fatal);
+        assert!(
+            about[0].text.ends_with("use hermes, the markup of this policy"),
+            "{about:?}"
+        );
+        for model in ["m", "Qwen3.5-9B"] {
+            let s = settings(&["TOOL_CALL_PARSER=glm45", &format!("MODEL_PATH=/m/{model}")]);
+            let findings = crate::preflight::check(&s, None).findings;
+            let about = findings
+                .iter()
+                .filter(|f| f.text.contains("TOOL_CALL_PARSER=glm45"));
+            let advice: Vec<bool> = about.map(|f| f.text.contains("qwen3_coder")).collect();
+            assert!(
+                !advice.is_empty() && advice.iter().all(|same| *same),
+                "{findings:?}"
+            );
+        }
+        let mut unread = facts();
+        unread.model = Err("cannot be read".into());
+        let found = check(&s, Some(&unread));
+        assert!(
+            found[0].1.ends_with("use hermes or qwen3_coder or auto"),
+            "{found:?}"
+        );
     }
 }

@@ -2,16 +2,17 @@
 
 use crate::{
     config::{values::ModelEngine, Settings},
+    plan::shape::ModelShape,
     preflight::{fatal, ok, skip, Facts, Outcome, Rule, TRAINING},
 };
 
 pub(super) const RULE: Rule = Rule {
     id: "parallel-sizes",
     runs: TRAINING,
-    what: "SP_SIZE divides the heads of the policy, and EP_SIZE its experts and the trainer ranks.",
+    what: "SP_SIZE divides the query heads of the policy (and a delta net's value heads), divides its key-value heads (and a delta net's key heads) or is a multiple of them; EP_SIZE divides its experts and the trainer ranks.",
     why: "A layer is shared by whole heads and whole experts; the trainer refuses others after the weights were loaded.",
     evidence: "By construction: key heads are copied where there are fewer than ranks, other heads and experts are not.",
-    fix: "Choose SP_SIZE among the divisors of num_attention_heads (and linear_num_value_heads), EP_SIZE among those of num_experts.",
+    fix: "Choose SP_SIZE among the divisors of num_attention_heads (and linear_num_value_heads) that divide num_key_value_heads (and linear_num_key_heads) or are multiples of it, EP_SIZE among those of num_experts.",
     check,
 };
 
@@ -43,7 +44,7 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         Some(Ok(model)) => {
             let before = found.len();
             let shape = &model.shape;
-            let copied = |heads: u64| heads.is_multiple_of(sp) || sp.is_multiple_of(heads);
+            let copied = |heads| copied(heads, sp);
             let mut uneven: Vec<(&str, u64)> = Vec::new();
             uneven.extend((!shape.heads.is_multiple_of(sp)).then_some(("num_attention_heads", shape.heads)));
             uneven.extend((!copied(shape.kv_heads)).then_some(("num_key_value_heads", shape.kv_heads)));
@@ -53,11 +54,17 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
                 uneven
                     .extend((!copied(delta.key_heads)).then_some(("linear_num_key_heads", delta.key_heads)));
             }
-            found.extend(
-                uneven
-                    .iter()
-                    .map(|(name, heads)| fatal(format!("SP_SIZE={sp} does not divide {name}={heads}"))),
-            );
+            found.extend(uneven.iter().map(|(name, heads)| {
+                let nor_multiple = match *name {
+                    "num_key_value_heads" | "linear_num_key_heads" => " and is no multiple of it",
+                    _ => "",
+                };
+                let sizes: Vec<String> = shared_by(shape).iter().map(u64::to_string).collect();
+                fatal(format!(
+                    "SP_SIZE={sp} does not divide {name}={heads}{nor_multiple}; this policy can be shared by {}",
+                    sizes.join(", ")
+                ))
+            }));
             match &shape.experts {
                 Some(experts) if !experts.count.is_multiple_of(ep) => found.push(fatal(format!(
                     "EP_SIZE={ep} does not divide num_experts={}",
@@ -76,6 +83,23 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         }
     }
     found
+}
+
+/// Heads that ranks divide, or of which each rank has a copy of one.
+fn copied(heads: u64, ranks: u64) -> bool {
+    heads.is_multiple_of(ranks) || ranks.is_multiple_of(heads.max(1))
+}
+
+/// Every SP_SIZE that the heads of a policy allow.
+fn shared_by(shape: &ModelShape) -> Vec<u64> {
+    let delta = |ranks: u64| {
+        shape
+            .delta
+            .is_none_or(|d| d.value_heads.is_multiple_of(ranks) && copied(d.key_heads, ranks))
+    };
+    (1..=shape.heads)
+        .filter(|&ranks| shape.heads.is_multiple_of(ranks) && copied(shape.kv_heads, ranks) && delta(ranks))
+        .collect()
 }
 
 #[cfg(test)]
@@ -113,5 +137,26 @@ mod tests {
             found[0].0 == Verdict::Fatal && found[0].1.contains("no experts"),
             "{found:?}"
         );
+    }
+
+    #[test]
+    fn key_value_heads_are_divided_or_copied_and_the_finding_says_both() {
+        let mut facts = facts();
+        if let Ok(model) = &mut facts.model {
+            (model.shape.heads, model.shape.kv_heads) = (24, 4);
+        }
+        let found = check(&settings(&["NGPUS_PER_NODE=6", "SP_SIZE=6"]), Some(&facts));
+        assert_eq!(found[0].0, Verdict::Fatal);
+        assert!(
+            found[0]
+                .1
+                .contains("SP_SIZE=6 does not divide num_key_value_heads=4 and is no multiple of it")
+                && found[0].1.ends_with("can be shared by 1, 2, 4, 8, 12, 24"),
+            "{found:?}"
+        );
+        for sp in ["SP_SIZE=2", "SP_SIZE=8"] {
+            let found = check(&settings(&["NGPUS_PER_NODE=8", sp]), Some(&facts));
+            assert_eq!(found[0].0, Verdict::Ok, "{sp}");
+        }
     }
 }

@@ -11,7 +11,7 @@ pub(super) const RULE: Rule = Rule {
     what: "The indexes can be read, every row's folder exists, and sampled tasks are complete.",
     why: "An index is only a table of paths: the tasks may have moved, or lack their tests/test.sh.",
     evidence: "Every row's folder, task.toml, instruction.md and tests/test.sh are looked up; up to 16 tasks spread over the index are loaded whole.",
-    fix: "Restore the folders, complete the tasks (`legorl-rank task check DIR`), or build the index again.",
+    fix: "Restore the folders, complete the tasks (`legorl-rank task check DIR`), or build the index again (`legorl-rank index build`).",
     check,
 };
 
@@ -32,7 +32,9 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
 
 fn one(variable: &str, index: &Result<IndexFacts, String>) -> Vec<Outcome> {
     match index {
-        Err(problem) => vec![fatal(format!("{variable}: {problem}"))],
+        Err(problem) => vec![fatal(format!(
+            "{variable}: {problem}; `legorl-rank index build TASKS --output FILE.parquet` makes an index of a folder of tasks"
+        ))],
         Ok(index) if index.problems.is_empty() => vec![ok(format!(
             "{variable}: {} tasks, {} of them loaded",
             index.rows, index.sampled
@@ -69,5 +71,8 @@ mod tests {
         let found = check(&s, Some(&broken));
         assert_eq!(found.iter().filter(|(v, _)| *v == Verdict::Fatal).count(), 2);
         assert!(found[0].1.contains("TRAIN_FILES") && found[1].1.contains("row 3"));
+        broken.train_index = Err("t.parquet: No such file or directory".into());
+        let found = check(&s, Some(&broken));
+        assert!(found[0].1.contains("legorl-rank index build"), "{found:?}");
     }
 }

@@ -8,7 +8,9 @@ use crate::{
     preflight::{
         fatal,
         model_family::{self, Family},
-        ok, skip, warn, Facts, Outcome, Rule, EVERY_RUN,
+        ok,
+        rules::not_in_this_version,
+        skip, warn, Facts, Outcome, Rule, EVERY_RUN,
     },
 };
 
@@ -22,13 +24,46 @@ pub(super) const RULE: Rule = Rule {
     check,
 };
 
-fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
-    let parser = s.model.tool_call_parser;
-    let markup = match facts.map(|f| &f.model) {
+/// What the chat template writes, or without it what the family writes for this scaffold.
+pub(super) fn needed(s: &Settings, facts: Option<&Facts>) -> Option<ToolCallParser> {
+    template_markup(facts).or_else(|| {
+        let (family, _) = model_family::of(s, facts);
+        by_family(family, s.run.scaffold).map(|(parser, _)| parser)
+    })
+}
+
+fn template_markup(facts: Option<&Facts>) -> Option<ToolCallParser> {
+    match facts.map(|f| &f.model) {
         Some(Ok(model)) => model.markup.as_ref().ok().copied().flatten(),
         _ => None,
-    };
-    match markup {
+    }
+}
+
+/// The parser of a family, and why.
+fn by_family(family: Family, scaffold: Scaffold) -> Option<(ToolCallParser, String)> {
+    match (family, scaffold) {
+        (Family::Qwen35, _) => Some((ToolCallParser::Qwen3Coder, "Qwen3.5/3.6 writes XML".to_owned())),
+        (Family::Qwen3Moe, Scaffold::Cc) => Some((
+            ToolCallParser::Qwen3Coder,
+            "Qwen3-30B-A3B writes XML for SCAFFOLD=cc".to_owned(),
+        )),
+        (Family::Qwen3Moe, Scaffold::Oh | Scaffold::Ohsdk) => Some((
+            ToolCallParser::Hermes,
+            format!("Qwen3-30B-A3B writes JSON for SCAFFOLD={scaffold}"),
+        )),
+        _ => None,
+    }
+}
+
+fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
+    let parser = s.model.tool_call_parser;
+    // `not-in-this-version` refuses it and says which one to set. Without facts that is a warning only, and what
+    // the family tells stays fatal.
+    let is_absent = !not_in_this_version::PARSERS.contains(&parser.to_string().as_str());
+    if is_absent && (facts.is_some() || needed(s, facts).is_none()) {
+        return Vec::new();
+    }
+    match template_markup(facts) {
         Some(markup) if parser == ToolCallParser::Auto => {
             return vec![ok(format!(
                 "tool_parser=auto: the chat template writes the markup of {markup}"
@@ -59,23 +94,19 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
         ))];
     }
     let (family, how) = model_family::of(s, facts);
-    let (needed, because) = match (family, scaffold) {
-        (Family::Qwen35, _) => (ToolCallParser::Qwen3Coder, "Qwen3.5/3.6 writes XML".to_owned()),
-        (Family::Qwen3Moe, Scaffold::Cc) => {
-            (ToolCallParser::Qwen3Coder, "Qwen3-30B-A3B writes XML for SCAFFOLD=cc".to_owned())
-        }
-        (Family::Qwen3Moe, Scaffold::Oh | Scaffold::Ohsdk) => (
-            ToolCallParser::Hermes,
-            format!("Qwen3-30B-A3B writes JSON for SCAFFOLD={scaffold}"),
-        ),
-        (Family::Other, Scaffold::Mini | Scaffold::Terminus2) if markup_unread(facts) => {
-            return vec![skip(format!("tool_parser={parser} against the chat template: needs the checkpoint"))]
-        }
-        _ => {
-            return vec![warn(format!(
+    let Some((needed, because)) = by_family(family, scaffold) else {
+        let is_unread = family == Family::Other && markup_unread(facts);
+        return vec![
+            if is_unread && matches!(scaffold, Scaffold::Mini | Scaffold::Terminus2) {
+                skip(format!(
+                    "tool_parser={parser} against the chat template: needs the checkpoint"
+                ))
+            } else {
+                warn(format!(
                 "tool_parser={parser}: no rule knows this model ({how}) with SCAFFOLD={scaffold}; compare with its chat template"
-            ))]
-        }
+            ))
+            },
+        ];
     };
     vec![if parser == needed {
         ok(format!("tool_parser={parser}: {because} ({how})"))

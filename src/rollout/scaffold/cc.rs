@@ -25,6 +25,9 @@ use std::collections::BTreeMap;
 const NAME: &str = "cc";
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "2.1.332";
+/// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
+/// tokenizer.
+pub const FIRST_REQUEST_TOKENS: u32 = 18_600;
 /// Settings, transcripts and caches of the agent inside.
 const CONFIG_DIR: &str = "/run/legorl-agent/claude";
 /// Standard input of the program is the instruction: an argument may not be longer than 128 KiB.

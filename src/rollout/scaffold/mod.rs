@@ -43,6 +43,17 @@ pub const RUNTIMES: &[(&str, &str)] = &[
     ("terminus2", terminus2::VERSION),
 ];
 
+/// Tokens of each agent's first request, before it has done anything. A command of one's own (`custom`) is not
+/// known.
+pub const FIRST_REQUESTS: &[(&str, u32)] = &[
+    ("mini", mini::FIRST_REQUEST_TOKENS),
+    ("cc", cc::FIRST_REQUEST_TOKENS),
+    ("oc", oc::FIRST_REQUEST_TOKENS),
+    ("ohsdk", ohsdk::FIRST_REQUEST_TOKENS),
+    ("oh", oh::FIRST_REQUEST_TOKENS),
+    ("terminus2", terminus2::FIRST_REQUEST_TOKENS),
+];
+
 /// One kind of agent.
 #[async_trait]
 pub trait Scaffold: Send + Sync {

@@ -24,6 +24,9 @@ use serde_json::{json, Map, Value};
 const NAME: &str = "oc";
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "1.18.33";
+/// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
+/// tokenizer.
+pub const FIRST_REQUEST_TOKENS: u32 = 7_200;
 /// The provider in the agent's configuration.
 const PROVIDER: &str = "policy";
 /// The message comes on standard input: an argument may not be longer than 128 KiB.

@@ -19,6 +19,9 @@ use async_trait::async_trait;
 
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "1.11.0";
+/// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
+/// tokenizer.
+pub const FIRST_REQUEST_TOKENS: u32 = 10_700;
 const AGENT: PythonAgent = PythonAgent {
     name: "oh",
     pinned: VERSION,

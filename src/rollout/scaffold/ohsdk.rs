@@ -20,6 +20,9 @@ use async_trait::async_trait;
 
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "1.58.2";
+/// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
+/// tokenizer.
+pub const FIRST_REQUEST_TOKENS: u32 = 7_200;
 const AGENT: PythonAgent = PythonAgent {
     name: "ohsdk",
     pinned: VERSION,

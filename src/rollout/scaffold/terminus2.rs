@@ -25,6 +25,9 @@ use async_trait::async_trait;
 
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "0.26.0";
+/// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
+/// tokenizer.
+pub const FIRST_REQUEST_TOKENS: u32 = 700;
 const AGENT: PythonAgent = PythonAgent {
     name: "terminus2",
     pinned: VERSION,

@@ -61,7 +61,8 @@ impl MetricsBuilder {
     }
 
     fn put(&mut self, key: impl Into<String>, value: f64) {
-        self.values.insert(key.into(), value);
+        // The sum of nothing is -0 in Rust.
+        self.values.insert(key.into(), value + 0.0);
     }
 
     fn count(&mut self, key: String) {

@@ -15,6 +15,8 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 const NAME: &str = "mini";
+/// Tokens of its first request behind a task of one line, system prompt and tool included: Qwen3's tokenizer.
+pub const FIRST_REQUEST_TOKENS: u32 = 170;
 /// Where the agent's files lie inside.
 const FOLDER: &str = "/run/legorl-mini";
 /// Exit status of the agent when it has made all its model calls.
