@@ -13,7 +13,7 @@ pub(super) const RULE: Rule = Rule {
     runs: EVERY_RUN,
     what: "SCAFFOLD is one that was tried with BACKEND=docker.",
     why: "Claude Code and OpenCode come from a runtime image that Kubernetes mounts; with Docker it must be unpacked first.",
-    evidence: "Only OpenHands was run with a Docker daemon so far.",
+    evidence: "The original was run with a Docker daemon for OpenHands alone; this version does not launch BACKEND=docker.",
     fix: "Use BACKEND=process for cc and oc.",
     check,
 };

@@ -7,8 +7,8 @@
 //! * a conversation of its own: [`BranchKind::Main`] is the first one with tools (the first one at all if
 //!   none has tools). Another one is [`BranchKind::Side`] without tools beside conversations with tools,
 //!   [`BranchKind::SubAgent`] if the agent said so, [`BranchKind::Compaction`] if it begins like the main
-//!   one (same tools and system prompt; without tools, the same first message) or with a summary of it, and
-//!   otherwise [`BranchKind::SubAgent`]. Where no conversation has tools it is a sub-agent's only with another
+//!   one (same tools and system prompt; without tools, the same first message) or with a summary of it,
+//!   [`BranchKind::Rewritten`] if it repeats the main one's first request with another reply, and otherwise [`BranchKind::SubAgent`]. Where no conversation has tools it is a sub-agent's only with another
 //!   system prompt, and [`BranchKind::Side`] without one of its own;
 //! * a fork of another branch: [`BranchKind::Retry`] if the same messages were asked with other options,
 //!   else [`BranchKind::Rewritten`]. Forks of a side conversation are side conversations.
@@ -22,7 +22,8 @@
 //!
 //! The later conversation must be the same agent's ([`hands_over`]): the same tools and system prompt as the one
 //! that was asked, or, where the request came without tools, as an earlier one with tools. A planner whose
-//! reply an executor with another system prompt is given has not summed up anything: both are trained.
+//! reply an executor with another system prompt is given has not summed up anything: both are trained. Neither has a
+//! sub-agent whose answer another one is given, nor a first turn, before which there was nothing to sum up.
 //!
 //! A sampled token is counted in the first trainable leaf (in order of creation) whose path holds it, and
 //! is context in the others. A leaf's weight is its share of the session's counted tokens: no token counts
@@ -132,13 +133,47 @@ fn hands_over(tree: &Tree, asked: NodeId, start: NodeId) -> bool {
     let (Some(from), Some(to)) = (root_of(asked), root_of(start)) else {
         return false;
     };
+    // What a sub-agent answers is handed to others all the time.
+    if from.sub_agent != to.sub_agent {
+        return false;
+    }
     let same_agent = |a: &Root, b: &Root| same_tools(a, b) && same_system(tree, a.node, b.node);
     if from.node == to.node || same_agent(from, to) {
-        return true;
+        return sums_up(tree, asked, from);
     }
     // Some agents ask without tools, under a system prompt of the request's own or none.
     let mut earlier = tree.roots.iter().filter(|root| root.node < to.node);
     from.tools.is_none() && to.tools.is_some() && earlier.any(|root| same_agent(root, to))
+}
+
+/// Was there anything to sum up when turn `asked`, of the conversation `of`, was asked? Earlier turns of that
+/// conversation; or it repeats how an earlier one began; or, without tools, what an earlier turn answered.
+fn sums_up(tree: &Tree, asked: NodeId, of: &Root) -> bool {
+    if tree.path(asked).len() > 1 {
+        return true;
+    }
+    let texts = |node: NodeId| -> Vec<String> {
+        let messages = tree.nodes[node].delta.iter().flat_map(Stored::messages);
+        messages
+            .filter(|message| message["role"] == "user")
+            .filter_map(|message| Canonical::of(&message).ok())
+            .map(|message| one_line(message.content()))
+            .collect()
+    };
+    let given = texts(of.node);
+    let goes_on = |root: &Root| match (texts(root.node).first(), given.first()) {
+        (Some(earlier), Some(text)) => {
+            !earlier.is_empty() && text.len() > earlier.len() && text.starts_with(earlier)
+        }
+        _ => false,
+    };
+    let mut earlier = tree.roots.iter().filter(|root| root.node < of.node);
+    if earlier.any(goes_on) {
+        return true;
+    }
+    let mut replies =
+        (0..of.node).filter_map(|id| tree.nodes[id].reply.as_ref()?.message["content"].as_str());
+    of.tools.is_none() && replies.any(|reply| given.iter().any(|text| repeats(text, reply)))
 }
 
 fn same_tools(a: &Root, b: &Root) -> bool {
@@ -302,6 +337,10 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
         {
             BranchKind::Retry
         }
+        // It goes on from the first request with another reply than the one that was given.
+        (true, _) if replies_otherwise(&tree.nodes[main.node].delta, &tree.nodes[root.node].delta) => {
+            BranchKind::Rewritten
+        }
         (true, _) => BranchKind::Compaction,
         _ if view.resumes(node, main.node) => BranchKind::Compaction,
         (false, true) => BranchKind::SubAgent,
@@ -313,6 +352,14 @@ fn root_kind(view: &View<'_>, node: NodeId) -> BranchKind {
 /// The conversation has a system prompt, and it is not the main one's.
 fn has_other_system(tree: &Tree, main: NodeId, node: NodeId) -> bool {
     tree.nodes[node].delta.first().is_some_and(is_system) && !same_system(tree, main, node)
+}
+
+/// `b` holds the messages of `a` and, after them, one of the assistant.
+fn replies_otherwise(a: &[Stored], b: &[Stored]) -> bool {
+    let next = b
+        .get(a.len())
+        .and_then(|stored| stored.messages().into_iter().next());
+    next.is_some_and(|message| message["role"] == "assistant") && all_alike(a, b)
 }
 
 fn all_alike(a: &[Stored], b: &[Stored]) -> bool {

@@ -23,6 +23,7 @@ struct Session {
     tree: Tree,
     tools: Option<Value>,
     options: u64,
+    sub_agent: Option<u64>,
 }
 
 impl Session {
@@ -32,6 +33,7 @@ impl Session {
             tree: Tree::default(),
             tools,
             options: 0,
+            sub_agent: None,
         }
     }
 
@@ -47,7 +49,7 @@ impl Session {
             items: &items,
             tools: tools.as_deref().map(|raw| item(raw.as_bytes())),
             options: self.options,
-            sub_agent: None,
+            sub_agent: self.sub_agent,
             limit: 1 << 20,
         };
         self.tree.place(&self.renderer, &asked).unwrap()
@@ -204,7 +206,7 @@ fn rewritten_history_branches_and_shared_tokens_count_once() {
     use BranchKind::*;
     assert_eq!(
         kinds,
-        [(Main, None, 3), (Rewritten, Some(0), 2), (Compaction, None, 1)]
+        [(Main, None, 3), (Rewritten, Some(0), 2), (Rewritten, None, 1)]
     );
 }
 
@@ -356,6 +358,36 @@ fn a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_repl
     let counted: Vec<usize> = all.iter().map(TokenSequence::sampled).collect();
     assert_eq!(counted[1], branches[1].tokens.sampled());
     assert_eq!(all.iter().map(|q| q.weight).sum::<f32>(), 1.0);
+}
+
+/// Sub-agents hand their answers on, and a wrong answer is asked for again: both are trained.
+#[test]
+fn answers_that_others_are_given_are_no_summaries() {
+    use BranchKind::*;
+    let answer = "The recipe wants two cups of sugar, which sugar.txt holds.";
+    let mut s = Session::new(tools());
+    s.turn(&[user("bake a cake")], &assistant("I ask."), "ask<|im_end|>");
+    s.sub_agent = Some(1);
+    s.turn(&[user("How much sugar?")], &assistant(answer), "two<|im_end|>");
+    s.sub_agent = Some(2);
+    let second = user(&format!("Write this down: {answer}"));
+    s.turn(&[second], &assistant("done"), "done<|im_end|>");
+    assert_eq!(
+        kinds(&s),
+        [(Main, true, None), (SubAgent, true, None), (SubAgent, true, None)]
+    );
+    let mut s = Session::new(tools());
+    s.turn(
+        &[user("How much sugar? Answer in JSON.")],
+        &assistant(answer),
+        "two<|im_end|>",
+    );
+    let again = user(&format!(
+        "Your answer was: {answer} That is no JSON. Answer again."
+    ));
+    s.turn(&[again], &assistant("{}"), "json<|im_end|>");
+    assert_eq!(kinds(&s)[0], (Main, true, None));
+    assert!(kinds(&s)[1].1);
 }
 
 /// A planner's reply is pasted into the first message of an executor, which has rules of its own.

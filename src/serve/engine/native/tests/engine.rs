@@ -437,4 +437,10 @@ fn sizes_that_cannot_work_are_refused() {
         ..small()
     })
     .contains("max_num_seqs"));
+    // Larger than any machine's memory: told before anything is reserved.
+    let huge = message(NativeEngineConfig {
+        kv_cache_tokens: 1 << 40,
+        ..small()
+    });
+    assert!(huge.contains("KV cache of 1099511627776 tokens") && huge.contains("MAX_PROMPT + MAX_RESP"));
 }
