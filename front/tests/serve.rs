@@ -368,6 +368,18 @@ fn secrets_are_asked_for_and_fixed_replies_take_their_time() {
     );
     assert_eq!(server.admin("POST", "/admin/sessions", "wrong", "{}").0, 401);
     assert_eq!(server.call("POST", "/admin/sessions", "", "{}").0, 401);
+    // What no turn could be sampled with is refused here.
+    for body in [
+        r#"{"temperature": -1}"#,
+        r#"{"top_p": 0}"#,
+        r#"{"top_p": 2}"#,
+        r#"{"max_tokens_per_turn": 0}"#,
+        r#"{"max_turns": 0}"#,
+        "[]",
+    ] {
+        let (status, answer) = server.admin("POST", "/admin/sessions", SECRET, body);
+        assert_eq!(status, 400, "{body}: {answer}");
+    }
     assert_eq!(server.admin("DELETE", "/admin/sessions/none", SECRET, "").0, 404);
     let (id, path) = server.open();
     let (_, other) = server.open();

@@ -18,6 +18,28 @@ pub struct SamplingParams {
     pub seed: u64,
 }
 
+impl SamplingParams {
+    /// Why these parameters cannot be sampled with.
+    ///
+    /// # Errors
+    /// A text that names the parameter, its value and what it may be.
+    pub fn check(&self) -> Result<(), String> {
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return Err(format!(
+                "temperature is {}; it must be at least 0",
+                self.temperature
+            ));
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return Err(format!(
+                "top_p is {}; it must be above 0 and at most 1",
+                self.top_p
+            ));
+        }
+        Ok(())
+    }
+}
+
 impl Default for SamplingParams {
     fn default() -> Self {
         Self {

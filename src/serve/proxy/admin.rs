@@ -78,9 +78,18 @@ pub async fn open(State(shared): State<Arc<Shared>>, headers: HeaderMap, body: B
         let admin = allowed(&shared, &headers)?;
         let wanted: Wanted = match body.trim_ascii() {
             [] => Wanted::default(),
+            // Serde would read a list as the fields in their order.
+            body if body.first() != Some(&b'{') => {
+                return Err(ApiError::BadRequest(
+                    "the body of the request must be a JSON object".into(),
+                ))
+            }
             body => serde_json::from_slice(body)
                 .map_err(|error| ApiError::BadRequest(format!("the body of the request: {error}")))?,
         };
+        if shared.is_draining() {
+            return Err(ApiError::Draining);
+        }
         let number = shared.opened.fetch_add(1, Ordering::Relaxed);
         let name = wanted
             .name
@@ -98,6 +107,24 @@ pub async fn open(State(shared): State<Arc<Shared>>, headers: HeaderMap, body: B
             .ok()
             .filter(|time| Instant::now().checked_add(*time).is_some())
             .ok_or_else(|| ApiError::BadRequest(format!("`max_seconds` is {seconds}; it must be a time")))?;
+        let sampling = SamplingParams {
+            temperature: wanted.temperature.unwrap_or(admin.sampling.temperature),
+            top_p: wanted.top_p.unwrap_or(admin.sampling.top_p),
+            top_k: wanted.top_k.unwrap_or(admin.sampling.top_k),
+            seed: wanted.seed.unwrap_or(admin.sampling.seed.wrapping_add(number)),
+        };
+        sampling.check().map_err(ApiError::BadRequest)?;
+        for (name, value) in [
+            ("max_turns", wanted.max_turns),
+            ("max_total_tokens", wanted.max_total_tokens),
+            ("max_tokens_per_turn", wanted.max_tokens_per_turn),
+        ] {
+            if value == Some(0) {
+                return Err(ApiError::BadRequest(format!(
+                    "`{name}` is 0; it must be at least 1"
+                )));
+            }
+        }
         let spec = SessionSpec {
             key: TrialKey {
                 purpose: Purpose::Train,
@@ -106,12 +133,7 @@ pub async fn open(State(shared): State<Arc<Shared>>, headers: HeaderMap, body: B
             },
             attempt: 0,
             name,
-            sampling: SamplingParams {
-                temperature: wanted.temperature.unwrap_or(admin.sampling.temperature),
-                top_p: wanted.top_p.unwrap_or(admin.sampling.top_p),
-                top_k: wanted.top_k.unwrap_or(admin.sampling.top_k),
-                seed: wanted.seed.unwrap_or(admin.sampling.seed.wrapping_add(number)),
-            },
+            sampling,
             limits: SessionLimits {
                 max_turns: wanted.max_turns.unwrap_or(admin.max_turns),
                 max_total_tokens: wanted.max_total_tokens.unwrap_or(admin.max_total_tokens),

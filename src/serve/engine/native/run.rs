@@ -251,7 +251,7 @@ fn check_request(request: &GenerateRequest, bounds: RequestBounds) -> Result<(),
             bounds.vocab_size
         ));
     }
-    sampler::check(&request.sampling).or_else(internal)
+    request.sampling.check().or_else(internal)
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

@@ -37,23 +37,6 @@ pub(super) fn divisor(params: &SamplingParams) -> f32 {
     }
 }
 
-/// Why these parameters cannot be sampled with.
-pub(super) fn check(params: &SamplingParams) -> Result<(), String> {
-    if !(params.temperature.is_finite() && params.temperature >= 0.0) {
-        return Err(format!(
-            "temperature is {}; it must be at least 0",
-            params.temperature
-        ));
-    }
-    if !(params.top_p > 0.0 && params.top_p <= 1.0) {
-        return Err(format!(
-            "top_p is {}; it must be above 0 and at most 1",
-            params.top_p
-        ));
-    }
-    Ok(())
-}
-
 /// Draws from `logprobs` (log-softmax of the logits over the divisor, whole vocabulary) at `uniform` in
 /// `[0, 1)`. None when the row holds no finite number or a NaN.
 ///

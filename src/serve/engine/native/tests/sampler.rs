@@ -1,7 +1,7 @@
 //! Draws against exact probabilities and hand-made cuts.
 
 use super::{
-    super::sampler::{check, divisor, draw, uniform},
+    super::sampler::{divisor, draw, uniform},
     SamplingParams,
 };
 
@@ -81,7 +81,7 @@ fn rows_without_numbers_give_nothing() {
     assert!(draw(&[0.0, f32::NAN], &params(1.0, 1.0, 0), 0.5).is_none());
     assert!(draw(&[f32::NEG_INFINITY; 3], &params(1.0, 1.0, 0), 0.5).is_none());
     assert!(draw(&[], &params(1.0, 1.0, 0), 0.5).is_none());
-    assert!(check(&params(-1.0, 1.0, 0)).is_err() && check(&params(1.0, 1.1, 0)).is_err());
+    assert!(params(-1.0, 1.0, 0).check().is_err() && params(1.0, 1.1, 0).check().is_err());
 }
 
 #[test]
