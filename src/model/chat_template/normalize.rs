@@ -20,6 +20,17 @@ pub enum MessageError {
         /// Its `type`.
         kind: String,
     },
+    /// Its role is none of the API's.
+    #[error("`role` of a message is `{role}`; it must be one of {known}")]
+    Role {
+        /// Its role.
+        role: String,
+        /// What it may be.
+        known: String,
+    },
+    /// Its calls are not a list.
+    #[error("`tool_calls` of a message must be a list")]
+    ToolCalls,
     /// A tool call has no function name.
     #[error("a tool call of an assistant message must have `function.name`")]
     ToolCall,
@@ -39,12 +50,13 @@ pub fn normalize(message: &Value) -> Result<Value, MessageError> {
             "content" => {
                 out.insert(key.clone(), Value::String(content_text(role, value)?));
             }
-            "tool_calls" => match value.as_array() {
-                Some(calls) if !calls.is_empty() => {
+            "tool_calls" => match value {
+                Value::Array(calls) if !calls.is_empty() => {
                     let calls = calls.iter().map(tool_call).collect::<Result<_, _>>()?;
                     out.insert(key.clone(), Value::Array(calls));
                 }
-                _ => {}
+                Value::Array(_) | Value::Null => {}
+                _ => return Err(MessageError::ToolCalls),
             },
             _ => {
                 out.insert(key.clone(), value.clone());

@@ -14,7 +14,7 @@ use std::{
     collections::{BTreeMap, HashSet},
     fs::File,
     ops::Range,
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
     sync::Arc,
 };
 
@@ -94,8 +94,8 @@ struct Index {
 }
 
 impl Checkpoint {
-    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json` names, and checks
-    /// their headers against their lengths.
+    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json` names inside of the
+    /// folder, and checks their headers against their lengths.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let mut checkpoint = Self {
             dir: dir.to_path_buf(),
@@ -112,6 +112,16 @@ impl Checkpoint {
             path: index_path.clone(),
             source,
         })?;
+        for (name, file) in &index.weight_map {
+            let inside = |part| matches!(part, Component::Normal(_));
+            if file.is_empty() || !Path::new(file).components().all(inside) {
+                return Err(ModelError::Tensor {
+                    name: name.clone(),
+                    path: index_path.clone(),
+                    problem: format!("its file `{file}` is not a name inside of the model folder"),
+                });
+            }
+        }
         let mut files: Vec<&String> = index.weight_map.values().collect();
         files.sort();
         files.dedup();

@@ -246,6 +246,31 @@ fn broken_folders_name_tensor_and_file() {
     value["weight_map"]["model.layers.9.x"] = shard;
     std::fs::write(&index, value.to_string()).unwrap();
     assert!(message(dir.path()).contains("`model.layers.9.x`"));
+
+    // An index that leads out of the folder, to a file that is there.
+    let outside = tempfile::tempdir().unwrap();
+    save_folder(outside.path(), &config, &numbered(&config), None).unwrap();
+    let absolute = outside.path().join("model.safetensors").display().to_string();
+    let relative = format!("..{absolute}");
+    let inner = dir.path().join("inner/../../x.safetensors").display().to_string();
+    for file in [
+        absolute.as_str(),
+        relative.as_str(),
+        "../x.safetensors",
+        "a/../../x",
+        &inner,
+        "",
+    ] {
+        value["weight_map"] = json!({"model.norm.weight": file});
+        std::fs::write(&index, value.to_string()).unwrap();
+        let text = message(dir.path());
+        assert!(
+            text.contains(&format!("`{file}`"))
+                && text.contains("`model.norm.weight`")
+                && text.contains("inside"),
+            "{text}"
+        );
+    }
 }
 
 #[test]

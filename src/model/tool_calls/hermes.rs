@@ -63,17 +63,19 @@ impl ToolCallFormat for Hermes {
     }
 }
 
-/// Arguments must be an object; models also write one as JSON text, which is taken as it is.
+/// Arguments must be an object; models also write one as JSON text, which is taken as it is. `null` stands for
+/// none, unless another member may hold them; without `arguments` it is no call, as for vLLM.
 fn call(mut value: Value) -> Option<ToolCall> {
     let name = value["name"].as_str().filter(|name| !name.is_empty())?.to_owned();
-    let arguments = match value.get_mut("arguments").map(Value::take) {
-        None | Some(Value::Null) => "{}".to_owned(),
-        Some(Value::Object(map)) => Value::Object(map).to_string(),
-        Some(Value::String(text)) => match serde_json::from_str::<Value>(&text) {
+    let members = value.as_object().map_or(0, serde_json::Map::len);
+    let arguments = match value.get_mut("arguments").map(Value::take)? {
+        Value::Null if members == 2 => "{}".to_owned(),
+        Value::Object(map) => Value::Object(map).to_string(),
+        Value::String(text) => match serde_json::from_str::<Value>(&text) {
             Ok(Value::Object(_)) => text,
             _ => return None,
         },
-        Some(_) => return None,
+        _ => return None,
     };
     Some(ToolCall { name, arguments })
 }

@@ -8,8 +8,9 @@
 //! * **White space between calls and after the last one belongs to the markup** and is dropped; other text
 //!   after a call is text.
 //! * **Reasoning** is what stands between `<think>` and `</think>` at the start of a reply (the prompt may
-//!   have opened it already), without the white space around it. An opening of a call ends it too, since
-//!   a model that calls a tool has ended its thoughts.
+//!   have opened it already), without the white space around it; a call in it is a thought. Where `</think>`
+//!   never comes, the first opening of a call ends the thoughts, since a model that calls a tool has ended
+//!   them; that call is held back until the end of the reply.
 //!
 //! | Name | Markup |
 //! |---|---|

@@ -46,8 +46,11 @@ pub struct ReplyParser {
     state: State,
     /// Text that is not released yet.
     buffer: String,
-    /// In [`State::Call`]: bytes in which no closing mark was found.
+    /// In [`State::Call`] and [`State::Reasoning`]: bytes in which no closing mark was found.
     searched: usize,
+    /// In [`State::Reasoning`]: the buffer begins with an opening mark (after white space), which is a call
+    /// unless the thoughts are closed after it.
+    held: bool,
     /// White space that comes next belongs to markup.
     skip_space: bool,
     /// Something was released since the state began.
@@ -68,6 +71,7 @@ impl ReplyParser {
             },
             buffer: String::new(),
             searched: 0,
+            held: false,
             skip_space: false,
             begun: false,
             malformed: 0,
@@ -114,6 +118,7 @@ impl ReplyParser {
         self.state = state;
         self.begun = false;
         self.searched = 0;
+        self.held = false;
         true
     }
 
@@ -135,31 +140,50 @@ impl ReplyParser {
             let space = self.buffer.len() - self.buffer.trim_start().len();
             self.buffer.drain(..space);
         }
-        let marks: Vec<&str> = [END_THINK].iter().chain(self.openings()).copied().collect();
-        let found = find_any(&self.buffer, 0, &marks);
-        let end = match found {
-            Some((at, _)) => at,
-            None if last => self.buffer.len(),
-            None => self.buffer.len() - partial_suffix(&self.buffer, &marks),
-        };
-        // White space is held back: at the end of the thoughts it belongs to the markup.
+        let mut from = self.searched.saturating_sub(END_THINK.len() - 1);
+        while !self.buffer.is_char_boundary(from) {
+            from -= 1;
+        }
+        if let Some((at, mark)) = find_any(&self.buffer, from, &[END_THINK]) {
+            self.think(at, out);
+            self.buffer.drain(..at + mark.len());
+            self.skip_space = true;
+            return self.enter(State::Text);
+        }
+        if !self.held {
+            let opening = find_any(&self.buffer, 0, self.openings());
+            let marks: Vec<&str> = [END_THINK].iter().chain(self.openings()).copied().collect();
+            let end = match opening {
+                Some((at, _)) => at,
+                None if last => self.buffer.len(),
+                None => self.buffer.len() - partial_suffix(&self.buffer, &marks),
+            };
+            // White space is held back: at the end of the thoughts it belongs to the markup.
+            let shown = self.think(end, out);
+            self.buffer.drain(..shown);
+            self.held = opening.is_some();
+        }
+        self.searched = self.buffer.len();
+        if last && self.held {
+            let space = self.buffer.len() - self.buffer.trim_start().len();
+            self.buffer.drain(..space);
+            self.skip_space = false;
+            return self.enter(State::Text);
+        }
+        if last {
+            self.buffer.clear();
+        }
+        false
+    }
+
+    /// Releases the thoughts up to byte `end` without the white space at their end; returns their bytes.
+    fn think(&mut self, end: usize, out: &mut Vec<Piece>) -> usize {
         let shown = self.buffer[..end].trim_end().len();
         if shown > 0 {
             out.push(Piece::Reasoning(self.buffer[..shown].to_owned()));
             self.begun = true;
         }
-        match found {
-            Some((at, mark)) => {
-                let closed = mark == END_THINK;
-                self.buffer.drain(..if closed { at + mark.len() } else { at });
-                self.skip_space = closed;
-                self.enter(State::Text)
-            }
-            None => {
-                self.buffer.drain(..if last { end } else { shown });
-                false
-            }
-        }
+        shown
     }
 
     fn text(&mut self, last: bool, out: &mut Vec<Piece>) -> bool {

@@ -50,17 +50,27 @@ fn hermes_calls_content_and_malformed_ones() {
         (vec![text("Look.\n"), run(), run()], 0)
     );
     assert_eq!(hermes("just text"), (vec![text("just text")], 0));
-    // The closing tag may be missing; arguments may be missing or JSON text of an object.
-    assert_eq!(hermes("<tool_call>{\"name\":\"a\"}").0, [call("a", "{}")]);
+    // The closing tag may be missing; arguments may be null or JSON text of an object.
     assert_eq!(
-        hermes("<tool_call>{\"name\":\"a\"}\n<tool_call>{\"name\":\"b\"}</tool_call>").0,
+        hermes("<tool_call>{\"name\":\"a\",\"arguments\":{}}").0,
+        [call("a", "{}")]
+    );
+    assert_eq!(
+        hermes("<tool_call>{\"name\":\"a\",\"arguments\":{}}\n<tool_call>{\"name\":\"b\",\"arguments\":{}}</tool_call>").0,
         [call("a", "{}"), call("b", "{}")]
     );
     assert_eq!(
         hermes(r#"<tool_call>{"name":"a","arguments":"{\"x\": 1}"}</tool_call>"#).0,
         [call("a", "{\"x\": 1}")]
     );
+    assert_eq!(
+        hermes("<tool_call>{\"name\":\"a\",\"arguments\":null}").0,
+        [call("a", "{}")]
+    );
     for bad in [
+        "<tool_call>{\"name\": \"run\"}</tool_call>",
+        "<tool_call>{\"name\": \"run\", \"parameters\": {\"cmd\": \"ls\"}}</tool_call>",
+        "<tool_call>{\"name\": \"run\", \"arguments\": null, \"parameters\": {\"cmd\": \"ls\"}}</tool_call>",
         "a<tool_call>{\"name\": \"run\", </tool_call>",
         "<tool_call></tool_call>",
         "<tool_call>",
@@ -74,7 +84,7 @@ fn hermes_calls_content_and_malformed_ones() {
     }
     // What can be read is still a call.
     assert_eq!(
-        hermes("<tool_call>{\"name\": \"x\"}</tool_call>\n<tool_call>nonsense</tool_call> end"),
+        hermes("<tool_call>{\"name\": \"x\", \"arguments\": {}}</tool_call>\n<tool_call>nonsense</tool_call> end"),
         (
             vec![call("x", "{}"), text("<tool_call>nonsense</tool_call> end")],
             1
@@ -155,14 +165,34 @@ fn reasoning_is_told_apart_and_ends_with_a_call() {
     );
     assert_eq!(
         parse(
-            "hm\n</think>\n\n<tool_call>{\"name\":\"a\"}</tool_call>",
+            "hm\n</think>\n\n<tool_call>{\"name\":\"a\",\"arguments\":{}}</tool_call>",
             Thinking::Open
         ),
         [thought("hm"), call("a", "{}")]
     );
     assert_eq!(
-        parse("hm\n<tool_call>{\"name\":\"a\"}</tool_call>", Thinking::Open),
+        parse(
+            "hm\n<tool_call>{\"name\":\"a\",\"arguments\":{}}</tool_call>",
+            Thinking::Open
+        ),
         [thought("hm"), call("a", "{}")]
+    );
+    // A call among the thoughts is a thought, also where the text comes character by character.
+    let inside =
+        "<think>a <tool_call>{\"name\":\"f\",\"arguments\":{}}</tool_call>\n</think>z<tool_call>{\"name\":\"b\",\"arguments\":{}}</tool_call>";
+    let want = [
+        thought("a <tool_call>{\"name\":\"f\",\"arguments\":{}}</tool_call>"),
+        text("z"),
+        call("b", "{}"),
+    ];
+    assert_eq!(parse(inside, Thinking::Possible), want);
+    assert_eq!(parse(&inside["<think>".len()..], Thinking::Open), want);
+    let characters: Vec<String> = inside.chars().map(String::from).collect();
+    let characters: Vec<&str> = characters.iter().map(String::as_str).collect();
+    let format: Arc<dyn ToolCallFormat> = Arc::new(Hermes);
+    assert_eq!(
+        parse_in(&characters, Some(format), &[], Thinking::Possible).0,
+        want
     );
     assert_eq!(parse("\n\nplain", Thinking::Possible), [text("\n\nplain")]);
     assert_eq!(parse("cut off", Thinking::Open), [thought("cut off")]);

@@ -9,7 +9,8 @@
 
 use super::{capture::parse_json, error::ApiError};
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Map, Value};
+use std::ops::RangeInclusive;
 
 /// Tells how long known messages are.
 pub trait Known {
@@ -73,14 +74,54 @@ pub struct Body<'b> {
 }
 
 impl Body<'_> {
-    /// The remaining fields. Unknown ones are ignored; a repeated key counts once, the last time.
+    /// The remaining fields. Unknown ones are ignored; a repeated key counts once, the last time. A whole
+    /// number may be written with a point (`1.0`), and those that shape the sampling must be in their range
+    /// although the session's count.
     pub fn fields<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
-        let value: Value = parse_json(&self.rest)
+        let bad = |text: String| Err(ApiError::BadRequest(text));
+        let mut fields: Map<String, Value> = parse_json(&self.rest)
             .map_err(|error| ApiError::BadRequest(format!("a field is not valid JSON: {error}")))?;
-        serde_json::from_value(value)
-            .map_err(|error| ApiError::BadRequest(format!("a field has a wrong type: {error}")))
+        for value in fields.values_mut().filter(|value| value.is_f64()) {
+            let whole = value.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 1e15);
+            if let Some(whole) = whole {
+                *value = Value::from(whole as i64);
+            }
+        }
+        for (name, range) in SAMPLING {
+            let value = fields.get(name).unwrap_or(&Value::Null);
+            if !(value.is_null() || value.as_f64().is_some_and(|x| range.contains(&x))) {
+                let to = if range.end().is_finite() {
+                    format!(" to {}", range.end())
+                } else {
+                    " on".into()
+                };
+                return bad(format!(
+                    "`{name}` is {value}; it must be a number from {}{to}",
+                    range.start()
+                ));
+            }
+        }
+        let whole = Value::Object(fields);
+        T::deserialize(&whole).or_else(|error| {
+            let members = whole.as_object().into_iter().flatten();
+            for (name, value) in members {
+                let mut alone = Map::new();
+                alone.insert(name.clone(), value.clone());
+                if let Err(error) = T::deserialize(&Value::Object(alone)) {
+                    return bad(format!("`{name}` has a wrong type: {error}"));
+                }
+            }
+            bad(format!("a field has a wrong type: {error}"))
+        })
     }
 }
+
+/// What the APIs know of numbers that shape the sampling. Upper ends differ between them.
+const SAMPLING: [(&str, RangeInclusive<f64>); 3] = [
+    ("temperature", 0.0..=f64::INFINITY),
+    ("top_p", 0.0..=1.0),
+    ("top_k", -1.0..=f64::INFINITY),
+];
 
 /// Takes a body apart; see the module documentation.
 pub fn take_apart<'b>(body: &'b [u8], names: Names, known: &mut dyn Known) -> Result<Body<'b>, ApiError> {
@@ -299,6 +340,39 @@ mod tests {
             json!({"n": 1, "x": {"y": [1, "]"]}})
         );
         assert_eq!((s.head, s.tools), (None, None));
+    }
+
+    #[test]
+    fn fields_of_a_wrong_type_or_range_are_refused_by_name() {
+        #[derive(Debug, Default, PartialEq, serde::Deserialize)]
+        #[serde(default)]
+        struct Fields {
+            n: Option<u32>,
+            stop: Option<Vec<String>>,
+        }
+        let read = |body: &str| {
+            let body = format!("{{\"messages\": [], {body}}}");
+            let parts = take_apart(body.as_bytes(), CHAT, &mut Nothing).unwrap();
+            parts.fields::<Fields>().map_err(|error| error.to_string())
+        };
+        for (name, value) in [
+            ("temperature", "-1"),
+            ("temperature", "\"hot\""),
+            ("temperature", "true"),
+            ("top_p", "1.5"),
+            ("top_k", "[]"),
+            ("n", "1.5"),
+            ("n", "-1.0"),
+            ("stop", "[1]"),
+        ] {
+            let error = read(&format!("\"a\": 1, \"{name}\": {value}")).unwrap_err();
+            assert!(error.contains(&format!("`{name}`")), "{error}");
+        }
+        let body =
+            r#""n": 1.0, "temperature": 0.0, "top_p": 1.0, "top_k": -1, "beta": {"x": [1]}, "stop": null"#;
+        let (n, stop) = (Some(1), None);
+        assert_eq!(read(body).unwrap(), Fields { n, stop });
+        assert!(read(r#""temperature": null, "top_p": 0.95, "temperature": 2"#).is_ok());
     }
 
     /// Knows the texts of a list, in order.

@@ -45,12 +45,9 @@ pub async fn serve(
         let Ask {
             items,
             tools,
-            mut spec,
+            spec,
             extras,
         } = ask;
-        if spec.parse_tools && proxy.format.needs_schema() {
-            spec.schema = tools.map(|tools| proxy.renderer.tools(tools)).transpose()?;
-        }
         let asked = Asked {
             items: &items,
             tools,

@@ -160,7 +160,7 @@ impl Session {
         self: &Arc<Self>,
         state: &mut State,
         shared: &Arc<Shared>,
-        request: TurnSpec,
+        mut request: TurnSpec,
         asked: Asked<'_>,
     ) -> Result<Started, ApiError> {
         self.check_open()?;
@@ -226,6 +226,18 @@ impl Session {
                 prompt_tokens: prompt.len(),
                 limit: window,
             });
+        }
+        if let Some(tools) = asked
+            .tools
+            .filter(|_| request.parse_tools && shared.format.needs_schema())
+        {
+            match shared.renderer.tools(tools) {
+                Ok(list) => request.schema = Some(list),
+                Err(error) => {
+                    state.tree.remove(node);
+                    return Err(error.into());
+                }
+            }
         }
         let live = Arc::new(Live::new(prompt));
         let subscription = Subscription::new(&live);

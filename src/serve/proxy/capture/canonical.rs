@@ -9,10 +9,12 @@
 //! Claude Code repeats a call not as it was made but as it carried it out: it adds the defaults of the tool's
 //! schema, takes white space from the ends of lines, unescapes `\\;`, and leaves out a `cd` to the folder that it
 //! is in. A call that comes back under its own id with no more than these changes is the same call
-//! ([`tidied`]); with any other it is not.
+//! ([`tidied`]); with any other it is not. Nothing may put in a `cd` or change its folder.
+//!
+//! Numbers are compared as JavaScript reads them (IEEE doubles): `5000.0` comes back as `5000`.
 
 use crate::model::chat_template::{normalize, MessageError};
-use serde_json::Value;
+use serde_json::{Number, Value};
 
 /// A message without its form.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,7 +66,7 @@ impl Canonical {
         &self.content
     }
 
-    /// The same message; ids of tool calls count where both have one.
+    /// `other` repeats this message; ids of tool calls count where both have one.
     pub fn same(&self, other: &Self) -> bool {
         let ids_agree = |a: &Option<String>, b: &Option<String>| match (a, b) {
             (Some(a), Some(b)) => a == b,
@@ -85,12 +87,33 @@ impl Canonical {
 
 impl Call {
     fn same_arguments(&self, other: &Self) -> bool {
-        self.arguments == other.arguments
+        alike(&self.arguments, &other.arguments)
             || (self.id.is_some() && self.id == other.id && tidied(&self.arguments, &other.arguments))
     }
 }
 
-/// The arguments differ at most by what an agent does to them when it carries a call out; see the module.
+/// The same value for JavaScript.
+fn alike(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| alike(a, b)))
+        }
+        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| alike(a, b)),
+        (Value::Number(a), Value::Number(b)) => same_number(a, b),
+        _ => a == b,
+    }
+}
+
+/// The same double. One that was read from decimals may be wrong in its last bit.
+fn same_number(a: &Number, b: &Number) -> bool {
+    let (Some(x), Some(y)) = (a.as_f64(), b.as_f64()) else {
+        return a == b;
+    };
+    let last_bit = (a.is_f64() || b.is_f64()) && (x - y).abs() <= f64::EPSILON * x.abs();
+    x == y || last_bit
+}
+
+/// The arguments `b` differ from `a` at most by what an agent does when it carries a call out; see the module.
 fn tidied(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {
@@ -104,16 +127,18 @@ fn tidied(a: &Value, b: &Value) -> bool {
         (Value::Array(a), Value::Array(b)) => {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| tidied(a, b))
         }
-        (Value::String(a), Value::String(b)) => a == b || tidy(a) == tidy(b),
+        (Value::String(a), Value::String(b)) => {
+            let (made, echoed) = (tidy(a), tidy(b));
+            made == echoed || without_folder(&made).is_some_and(|command| tidy(command) == echoed)
+        }
         // A value that the schema wants in another type.
         (Value::String(text), other) | (other, Value::String(text)) => match other {
             Value::Number(_) | Value::Bool(_) => {
-                let printed = other.to_string();
-                printed == *text
+                serde_json::from_str(text).is_ok_and(|value: Value| alike(&value, other))
             }
             _ => false,
         },
-        _ => a == b,
+        _ => alike(a, b),
     }
 }
 
@@ -129,18 +154,15 @@ fn is_empty(value: &Value) -> bool {
 }
 
 fn tidy(text: &str) -> String {
-    let moved = text
-        .trim_start()
-        .strip_prefix("cd ")
-        .and_then(|rest| rest.split_once(" && "));
-    let text = match moved {
-        Some((folder, command)) if !folder.contains(|c: char| c.is_whitespace() || ";|&".contains(c)) => {
-            command
-        }
-        _ => text,
-    };
     let lines: Vec<&str> = text.split('\n').map(str::trim_end).collect();
     lines.join("\n").trim().replace(r"\\;", r"\;")
+}
+
+/// A command without the `cd` that it begins with.
+fn without_folder(text: &str) -> Option<&str> {
+    let (folder, command) = text.strip_prefix("cd ")?.split_once(" && ")?;
+    let plain = !folder.contains(|c: char| c.is_whitespace() || ";|&".contains(c));
+    plain.then_some(command)
 }
 
 #[cfg(test)]
@@ -210,10 +232,48 @@ mod tests {
             (json!({"new": "a\n  b"}), json!({"new": "a\nb"})),
             (json!({"a": 1}), json!({"a": 1, "all": true})),
             (json!({"a": 1}), json!({"a": 2})),
+            (
+                json!({"command": "cd /a && ls"}),
+                json!({"command": "cd /b && ls"}),
+            ),
+            (json!({"command": "ls"}), json!({"command": "cd /b && ls"})),
+            (
+                json!({"command": "cd /a && cd /b && ls"}),
+                json!({"command": "ls"}),
+            ),
         ] {
             assert!(!tidied(a.clone(), b.clone()), "{a} {b}");
         }
         let tool = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "x"});
         assert!(!same(tool("1"), tool("2")));
+    }
+
+    #[test]
+    fn numbers_are_what_javascript_makes_of_them() {
+        let call = |id: Option<&str>, number: &str| {
+            let arguments = format!("{{\"a\": [{{\"timeout\": {number}}}]}}");
+            json!({"role": "assistant", "content": "",
+                   "tool_calls": [{"id": id, "type": "function", "function": {"name": "run", "arguments": arguments}}]})
+        };
+        for id in [Some("c1"), None] {
+            for (made, echoed) in [
+                ("5000.0", "5000"),
+                ("1e3", "1000"),
+                ("-0", "0"),
+                ("-0.0", "0"),
+                ("12345678901234567890", "12345678901234567000"),
+                ("9007199254740993", "9007199254740992"),
+                ("1e22", "10000000000000000000000"),
+                ("0.10", "0.1"),
+                ("0.1000000000000000055511151231257827", "0.1"),
+            ] {
+                assert!(same(call(id, made), call(id, echoed)), "{made} {echoed}");
+            }
+            for (made, echoed) in [("5000.5", "5000"), ("1", "-1"), ("1", "\"x\""), ("1", "true")] {
+                assert!(!same(call(id, made), call(id, echoed)), "{made} {echoed}");
+            }
+        }
+        assert!(same(call(Some("c1"), "\"5.0\""), call(Some("c1"), "5")));
+        assert!(!same(call(None, "\"5\""), call(None, "5")), "other types");
     }
 }

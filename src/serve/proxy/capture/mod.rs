@@ -122,6 +122,21 @@ struct Reply {
     ended: bool,
 }
 
+impl Reply {
+    /// Compares bytes with the last echo, and meaning with what was sent: changes of many turns do not add up.
+    fn repeated_by(&mut self, item: Item<'_>) -> Result<bool, CaptureError> {
+        if self.echo.form == item.form && *self.echo.raw == *item.raw {
+            return Ok(true);
+        }
+        let sent = Canonical::of(&self.message)?;
+        let same = matches!(&Stored::canonical(item)?[..], [echo] if sent.same(echo));
+        if same {
+            self.echo = Stored::new(item);
+        }
+        Ok(same)
+    }
+}
+
 struct Root {
     tools: Option<Stored>,
     node: NodeId,
@@ -196,6 +211,9 @@ impl Tree {
     /// Places a request.
     pub fn place(&mut self, renderer: &Renderer, asked: &Asked<'_>) -> Result<Place, CaptureError> {
         let items = asked.items;
+        if let Some(tools) = asked.tools {
+            renderer.refuse_long_tools(tools, asked.limit)?;
+        }
         let mut parent = None;
         let mut used = 0;
         let mut open = Vec::new();
@@ -230,7 +248,7 @@ impl Tree {
             let Some(reply) = &mut node.reply else {
                 continue;
             };
-            if !reply.echo.matches(items[end])? {
+            if !reply.repeated_by(items[end])? {
                 continue;
             }
             if end + 1 > used {
@@ -270,13 +288,22 @@ impl Tree {
     ) -> Result<Place, CaptureError> {
         let new = &asked.items[used..];
         let mut values = Vec::with_capacity(new.len());
+        let mut counter = renderer.counter(new, asked.limit);
         for item in new {
-            values.extend(item.messages()?);
+            let messages = item.messages()?;
+            counter.add(&messages)?;
+            values.extend(messages);
         }
         let tokens = match parent {
             None => {
                 let tools = asked.tools.map(|tools| renderer.tools(tools)).transpose()?;
-                renderer.full(&values, tools.as_deref(), asked.limit)?
+                let tokens = renderer.full(&values, tools.as_deref(), asked.limit)?;
+                if let (Some(item), Some(list)) = (asked.tools, tools) {
+                    if tokens.len() < asked.limit {
+                        renderer.remember_tools(item, list);
+                    }
+                }
+                tokens
             }
             Some(id) => {
                 let reply = self.nodes[id].reply.as_ref();

@@ -80,6 +80,13 @@ impl Item<'_> {
             Value::Array(list) => list,
             _ => return Err(CaptureError::Json("`tools` must be a list".into())),
         };
+        for (index, tool) in list.iter().enumerate() {
+            if let Some((field, kind)) = self.tool_fault(tool) {
+                return Err(CaptureError::Json(format!(
+                    "`tools[{index}]{field}` must be {kind}"
+                )));
+            }
+        }
         Ok(match self.form {
             Form::Anthropic => list
                 .iter()
@@ -96,6 +103,46 @@ impl Item<'_> {
     }
 }
 
+impl Item<'_> {
+    /// The field of a tool that is wrong, and what it must be. Of tools that a server would run itself only the
+    /// type is known.
+    fn tool_fault(&self, tool: &Value) -> Option<(&'static str, &'static str)> {
+        if !tool.is_object() {
+            return Some(("", "an object"));
+        }
+        let named = |tool: &Value| tool["name"].as_str().is_some_and(|name| !name.is_empty());
+        let kind = tool["type"].as_str();
+        if kind.is_none() && !tool["type"].is_null() {
+            return Some((".type", "a string"));
+        }
+        let name = "a string that is not empty";
+        match (self.form, kind) {
+            (Form::Anthropic, None | Some("custom")) if !named(tool) => Some((".name", name)),
+            (Form::Anthropic, None | Some("custom")) if !tool["input_schema"].is_object() => {
+                Some((".input_schema", "an object"))
+            }
+            (Form::Responses, Some("function")) if !named(tool) => Some((".name", name)),
+            (Form::Responses, None) => Some((".type", "a string")),
+            (Form::Chat, None | Some("function")) if !named(&tool["function"]) => {
+                Some((".function.name", name))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Refuses a message whose role the API does not have: a template would leave it out.
+fn check_role(role: &Value, known: &[&str]) -> Result<(), MessageError> {
+    match role.as_str() {
+        None => Err(MessageError::NoRole),
+        Some(role) if known.contains(&role) => Ok(()),
+        Some(role) => Err(MessageError::Role {
+            role: role.to_owned(),
+            known: known.join(", "),
+        }),
+    }
+}
+
 fn function(tool: &Value, parameters: &Value) -> Value {
     let mut function = Map::new();
     function.insert("name".into(), tool["name"].clone());
@@ -107,6 +154,10 @@ fn function(tool: &Value, parameters: &Value) -> Value {
 }
 
 fn chat(mut message: Value) -> Result<Value, CaptureError> {
+    check_role(
+        &message["role"],
+        &["system", "developer", "user", "assistant", "tool"],
+    )?;
     if message["role"] == "developer" {
         message["role"] = json!("system");
     }
@@ -192,6 +243,7 @@ fn tool_output(content: &Value) -> String {
 }
 
 fn anthropic(message: &Value) -> Result<Vec<Value>, CaptureError> {
+    check_role(&message["role"], &["system", "user", "assistant"])?;
     let role = message["role"].as_str().ok_or(MessageError::NoRole)?;
     let content = &message["content"];
     let blocks = match content {
@@ -437,5 +489,49 @@ mod tests {
                 json!({"type": "function", "function": {"name": "Bash", "description": "d", "parameters": {"type": "object"}}})
             ]
         );
+    }
+
+    #[test]
+    fn tools_and_roles_that_mean_nothing_are_refused_by_field() {
+        let tools = |form, list: Value| {
+            let raw = list.to_string();
+            let raw = raw.as_bytes();
+            Item { form, raw }.tools().map_err(|error| error.to_string())
+        };
+        for form in [Form::Chat, Form::Anthropic, Form::Responses] {
+            assert_eq!(
+                tools(form, json!([5])).unwrap_err(),
+                "`tools[0]` must be an object"
+            );
+            assert!(tools(form, json!("a")).unwrap_err().contains("`tools`"));
+            assert!(tools(form, json!([{}])).unwrap_err().contains("`tools[0]."));
+            assert!(tools(form, json!([{"type": 5}]))
+                .unwrap_err()
+                .contains("`tools[0].type`"));
+        }
+        let no_schema = json!([{"name": "a", "input_schema": {}}, {"name": "b"}]);
+        let error = tools(Form::Anthropic, no_schema).unwrap_err();
+        assert!(error.contains("`tools[1].input_schema`"), "{error}");
+        for (form, server) in [
+            (
+                Form::Anthropic,
+                json!({"type": "mcp_toolset", "mcp_server_name": "x"}),
+            ),
+            (Form::Responses, json!({"type": "web_search"})),
+            (Form::Responses, json!({"type": "custom", "name": "apply_patch"})),
+            (Form::Chat, json!({"type": "custom", "custom": {"name": "x"}})),
+            (Form::Chat, json!({"function": {"name": "x"}, "strict": true})),
+        ] {
+            assert!(tools(form, json!([server])).is_ok(), "{server}");
+        }
+        let refused = |form, value: Value| {
+            let raw = value.to_string();
+            let raw = raw.as_bytes();
+            Item { form, raw }.messages().unwrap_err().to_string()
+        };
+        for form in [Form::Chat, Form::Anthropic, Form::Responses] {
+            let error = refused(form, json!({"role": "xx", "content": "a"}));
+            assert!(error.contains("`role`") && error.contains("`xx`"), "{error}");
+        }
     }
 }

@@ -82,6 +82,52 @@ fn repeated_keys_count_once_the_last_time() {
     );
 }
 
+#[test]
+fn fields_that_mean_nothing_are_refused_by_name_in_every_api() {
+    let s = setup(vec![text_reply("one<|im_end|>")]);
+    let session = s.open("task__1");
+    let good = |api: &str| match api {
+        "responses" => json!({"input": "go"}),
+        _ => json!({"messages": [user("go")], "max_tokens": 5}),
+    };
+    let post = |api: &str, body: &Value| {
+        let path = format!("{}/v1/{api}", session.path);
+        s.post_raw(&path, &[], body.to_string().as_bytes())
+    };
+    let mut refused = 0;
+    for api in ["chat/completions", "messages", "responses"] {
+        let list = if api == "responses" { "input" } else { "messages" };
+        for (field, value, named) in [
+            ("tools", json!([5]), "`tools[0]`"),
+            ("tools", json!([{}]), "`tools[0]."),
+            ("temperature", json!(-1), "`temperature`"),
+            ("temperature", json!("hot"), "`temperature`"),
+            ("stream", json!("yes"), "`stream`"),
+            (list, json!([{"role": "xx", "content": "go"}]), "`role`"),
+        ] {
+            let mut body = good(api);
+            body[field] = value;
+            let (status, text) = post(api, &body);
+            assert!(
+                status == 400 && text.contains(named),
+                "{api} {body} {status} {text}"
+            );
+            refused += 1;
+        }
+    }
+    let calls = json!([user("go"), {"role": "assistant", "content": "", "tool_calls": "a"}, user("on")]);
+    let (status, text) = post("chat/completions", &json!({"messages": calls}));
+    assert!(status == 400 && text.contains("`tool_calls`"), "{status} {text}");
+    // What agents send beside, and whole numbers with a point.
+    let mut body = good("chat/completions");
+    body["n"] = json!(1.0);
+    body["temperature"] = json!(0);
+    body["betas"] = json!({"new": [1]});
+    let (status, text) = post("chat/completions", &body);
+    assert_eq!(status, 200, "{text}");
+    assert_eq!(s.close(&session).refused, refused + 1);
+}
+
 /// A template of one's own with a rule in it.
 fn setup_template(replies: Vec<ScriptedReply>, rule: &str) -> Setup {
     setup_configured(ScriptedEngine::replies(replies).recording(), |config| {
