@@ -276,8 +276,15 @@ fn library(model: &Path) -> &'static tokenizers::Tokenizer {
 }
 
 /// True if the agent's runtime is there. Without it a test fails, or says SKIP where that is allowed: off line,
-/// and for agents that only the long list needs.
+/// and for agents that only the long list needs; those the short list leaves out also where they are installed.
 pub fn installed(scaffold: &dyn Scaffold, needed: bool) -> bool {
+    if !needed && std::env::var("LEGORL_TEST_LEVEL").is_ok_and(|level| level == "short") {
+        skip(
+            &format!("the agent `{}`", scaffold.name()),
+            "it is in `make test-long`",
+        );
+        return false;
+    }
     let problem = match scaffold.check() {
         Ok(()) => return true,
         Err(ScaffoldError::NotInstalled { problem, fix, .. }) => format!("{problem}; fix: {fix}"),

@@ -10,7 +10,7 @@
 //! sent and with what the agent received ([`check`]); nothing of the proxy's code takes part in that.
 //!
 //! An agent's runtime comes from `setup/runtimes.sh`. Tests of `cc` and `oc` fail without it, unless
-//! LEGORL_OFFLINE is set; tests of the others say SKIP.
+//! LEGORL_OFFLINE is set; tests of the others are in the long list, or run by name where the runtime is there.
 
 mod bench;
 mod cc;
