@@ -35,7 +35,7 @@ impl Norm {
             NormKind::Plain => rms_norm(x, &self.weight, self.eps),
             NormKind::ZeroCentred => {
                 let x_wide = wide(x);
-                let weight = wide(&self.weight) + 1.0;
+                let weight = self.weight.to_kind(x_wide.kind()) + 1.0;
                 x_wide
                     .rms_norm(weight.size(), Some(&weight), self.eps)
                     .to_kind(x.kind())

@@ -130,11 +130,12 @@ impl Policy {
     ) -> Result<Self, WeightError> {
         let by_name: std::collections::HashMap<&str, &WeightTensor> =
             tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        let kind = compute.kind_for(&config);
         let built = Self::build(config, device, |spec| {
             let weight = by_name
                 .get(spec.name.as_str())
                 .ok_or_else(|| missing(&spec.name))?;
-            Ok(tensor_from_weight(weight, &shape_of(spec), device)?.to_kind(compute.kind()))
+            Ok(tensor_from_weight(weight, &shape_of(spec), device)?.to_kind(kind))
         });
         Ok(built?.with_compute_type(compute))
     }
@@ -206,10 +207,16 @@ impl Policy {
     /// Embeddings of `ids [T]` i64: `[T,H]`.
     pub fn embed(&self, ids: &Tensor) -> Tensor {
         let rows = Tensor::embedding(&self.embedding.1, ids, -1, false, false);
-        match self.compute {
-            ComputeType::F32 => rows,
-            ComputeType::Bf16 => rows.to_kind(Kind::BFloat16),
+        match (rows.kind(), self.compute_kind()) {
+            // A network whose parameters are f64 computes in f64.
+            (Kind::Double, Kind::Float) => rows,
+            (_, kind) => rows.to_kind(kind),
         }
+    }
+
+    /// Element type of the residual stream and of the matrix products.
+    pub fn compute_kind(&self) -> Kind {
+        self.compute.kind_for(&self.config)
     }
 
     /// The layers in order.

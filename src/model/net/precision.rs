@@ -1,11 +1,15 @@
 //! Which parts of a network are computed wider than the residual stream.
 
+use crate::model::hf::ModelConfig;
 use tch::{Kind, Tensor};
 
 /// Element type of the residual stream and of the matrix products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ComputeType {
-    /// That of the parameters: f32.
+    /// f32, that of the parameters; f64 for the families with a delta net. There the norm behind the delta
+    /// rule divides by numbers that are small where most of the rule's sums cancel, and multiplies by
+    /// several hundred what was rounded before it: two f32 programs that cut a text in different ways, as
+    /// engine and trainer do, would give log-probabilities that differ by 2e-4.
     #[default]
     F32,
     /// bfloat16, with the f32 parameters as master copies.
@@ -13,9 +17,10 @@ pub enum ComputeType {
 }
 
 impl ComputeType {
-    /// As libtorch names it.
-    pub fn kind(self) -> Kind {
+    /// What a network of this shape computes in, as libtorch names it.
+    pub fn kind_for(self, config: &ModelConfig) -> Kind {
         match self {
+            ComputeType::F32 if config.model_type.is_hybrid() => Kind::Double,
             ComputeType::F32 => Kind::Float,
             ComputeType::Bf16 => Kind::BFloat16,
         }

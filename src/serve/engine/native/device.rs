@@ -65,13 +65,14 @@ impl DeviceNetwork {
         (device, compute): (Device, ComputeType),
         num_pages: usize,
     ) -> Result<Self, DeviceError> {
+        let kind = compute.kind_for(config);
         let policy = Policy::for_inference(config.clone(), tensors, device, compute)?;
         let rows = (num_pages * PAGE_TOKENS) as i64;
         let size = [rows, config.num_key_value_heads as i64, config.head_dim as i64];
-        let layer_bytes = size.iter().product::<i64>() as u64 * compute.kind().elt_size_in_bytes() as u64;
+        let layer_bytes = size.iter().product::<i64>() as u64 * kind.elt_size_in_bytes() as u64;
         let bytes = layer_bytes.saturating_mul(2 * config.num_hidden_layers as u64);
         let cache = || {
-            let layer = |_| Tensor::f_zeros(size, (compute.kind(), device));
+            let layer = |_| Tensor::f_zeros(size, (kind, device));
             let layers: Result<Vec<Tensor>, _> = (0..config.num_hidden_layers).map(layer).collect();
             layers.map_err(|error| {
                 // The rest of libtorch's text is a list of its own functions.

@@ -41,7 +41,7 @@ impl NativeEngineConfig {
         let number = if self.device == Device::Cpu {
             size_of::<f32>()
         } else {
-            self.compute.kind().elt_size_in_bytes()
+            self.compute.kind_for(model).elt_size_in_bytes()
         };
         let token = with(MixerKind::FullAttention) * 2 * model.num_key_value_heads * model.head_dim * number;
         let experts = model.num_sparse_layers() * model.experts.map_or(0, |e| e.top_k) * size_of::<u16>();
