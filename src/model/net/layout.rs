@@ -187,20 +187,23 @@ impl PackedLayout {
     }
 }
 
-/// Rotary table of the given positions `[T]`: two `[T, 1, dim]` f32 tensors.
+/// Rotary table of the given positions `[T]`: cosines and sines times the attention factor, two `[T, 1, dim]` f32
+/// tensors.
 pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
     // Frequencies in f64, then rounded: an angle is a position times a frequency, and multiplies its error.
     let frequencies: Vec<f32> = rope.frequencies().iter().map(|f| *f as f32).collect();
     let frequencies = Tensor::from_slice(&frequencies).to_device(positions.device());
     let half = positions.to_kind(Kind::Float).unsqueeze(-1) * frequencies;
     let angles = Tensor::cat(&[&half, &half], -1).unsqueeze(1);
+    let factor = rope.attention_factor();
     if angles.device().is_cuda() {
-        return (angles.cos(), angles.sin());
+        return (angles.cos() * factor, angles.sin() * factor);
     }
     // In f64, then rounded: in f32, 3 of 100 processes with 16 threads had tables that were 2^-11 off (supposed cause:
     // a low accuracy of MKL's vector functions in their first call by several threads); in f64, none of 209.
     let wide = angles.to_kind(Kind::Double);
-    (wide.cos().to_kind(Kind::Float), wide.sin().to_kind(Kind::Float))
+    let narrow = |table: Tensor| (table * factor).to_kind(Kind::Float);
+    (narrow(wide.cos()), narrow(wide.sin()))
 }
 
 /// Rotates the first numbers of every head of `x [T, heads, d]` by a table of [`rope_table`], in pairs
