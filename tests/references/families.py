@@ -309,12 +309,22 @@ class Wide:
 @contextlib.contextmanager
 def in_double(model):
     """transformers with its f32 parts in f64."""
-    module, narrow = sys.modules[type(model).__module__], torch.Tensor.float
-    module.torch, torch.Tensor.float = Wide(), torch.Tensor.double
+    modules = [sys.modules[type(model).__module__], transformers.modeling_rope_utils]
+    narrow, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    for module in modules:
+        module.torch = Wide()
     try:
-        yield model.double()
+        model.double()
+        for part in model.modules():
+            if hasattr(part, "rope_type"):
+                kinds = dict(transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS,
+                             default=part.compute_default_rope_parameters)
+                part.inv_freq = kinds[part.rope_type](part.config)[0]
+        yield
     finally:
-        module.torch, torch.Tensor.float = torch, narrow
+        torch.Tensor.float = narrow
+        for module in modules:
+            module.torch = torch
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------

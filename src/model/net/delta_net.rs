@@ -3,8 +3,8 @@
 //! ```text
 //! m = [q|k|v](h), z, b, a                       projections
 //! m_t = silu( Σ_j w_j ∘ m_{t-(K-1)+j} )         causal depthwise convolution, zeros before the segment
-//! β = σ(b);   g = −e^{A_log}·softplus(a + dt_bias)      f32
-//! o = gated delta rule(q, k, v, g, β)                   f32, heads of q and k have length 1
+//! β = σ(b);   g = −e^{A_log}·softplus(a + dt_bias)      g at least f32
+//! o = gated delta rule(q, k, v, g, β)                   at least f32, heads of q and k have length 1
 //! y = ( norm(o)·w·silu(z) )·Woutᵀ
 //! ```
 
@@ -136,7 +136,7 @@ impl DeltaNet {
         self.out.apply(&y.reshape([tokens, value_dim]))
     }
 
-    /// All tokens of some heads: convolution and delta rule. `[T, Hv*dv]` of these heads, f32.
+    /// All tokens of some heads: convolution and delta rule. `[T, Hv*dv]` of these heads, at least f32.
     fn mix(&self, projected: &Projected, share: &Share, layout: &PackedLayout) -> Tensor {
         let s = &self.sizes;
         let tokens = projected.mixed.size()[0];
@@ -144,7 +144,9 @@ impl DeltaNet {
         let parts = mixed.split_with_sizes(share.widths, -1);
         let heads = |t: &Tensor, width: usize| t.reshape([tokens, -1, width as i64]);
         let beta = projected.b.sigmoid();
-        let g = -wide(&share.a_log).exp() * (wide(&projected.a) + wide(&share.dt_bias)).softplus();
+        let a = wide(&projected.a);
+        let (a_log, dt_bias) = (share.a_log.to_kind(a.kind()), share.dt_bias.to_kind(a.kind()));
+        let g = -a_log.exp() * (a + dt_bias).softplus();
         let o = gated_delta_rule(
             &heads(&parts[0], s.key_head_dim),
             &heads(&parts[1], s.key_head_dim),

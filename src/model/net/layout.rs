@@ -49,6 +49,7 @@ pub struct PackedLayout {
 
 struct RopeTable {
     rope: Rope,
+    kind: Kind,
     cos: Tensor,
     sin: Tensor,
 }
@@ -167,16 +168,20 @@ impl PackedLayout {
         &self.positions
     }
 
-    /// Cosines and sines of the rotary angles, `[T, 1, dim]` f32 each with the two halves repeated.
-    /// Computed once for all blocks that share the frequencies.
-    pub fn rope(&self, rope: &Rope) -> (Tensor, Tensor) {
+    /// Cosines and sines of the rotary angles, `[T, 1, dim]` each with the two halves repeated: f64 to turn
+    /// what is f64, else f32. Computed once for all blocks that share the frequencies.
+    pub fn rope(&self, rope: &Rope, turned: Kind) -> (Tensor, Tensor) {
+        let kind = table_kind(turned);
         let mut slot = self.rope.borrow_mut();
-        if let Some(table) = slot.as_ref().filter(|t| t.rope == *rope) {
+        if let Some(table) = slot.as_ref().filter(|t| t.kind == kind && t.rope == *rope) {
             return (table.cos.shallow_clone(), table.sin.shallow_clone());
         }
-        let (cos, sin) = rope_table(&self.positions, rope);
+        let (cos, sin) = match kind {
+            Kind::Double => rope_table_f64(&self.positions, rope),
+            _ => rope_table(&self.positions, rope),
+        };
         let rope = rope.clone();
-        let table = slot.insert(RopeTable { rope, cos, sin });
+        let table = slot.insert(RopeTable { rope, kind, cos, sin });
         (table.cos.shallow_clone(), table.sin.shallow_clone())
     }
 
@@ -187,14 +192,19 @@ impl PackedLayout {
     }
 }
 
-/// Rotary table of the given positions `[T]`: cosines and sines times the attention factor, two `[T, 1, dim]` f32
-/// tensors.
+fn table_kind(turned: Kind) -> Kind {
+    match turned {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// Rotary table of the given positions `[T]`, cosines and sines times the attention factor: two `[T, 1, dim]` f32
+/// tensors. Frequencies and angles are those of f32 programs.
 pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
     // Frequencies in f64, then rounded: an angle is a position times a frequency, and multiplies its error.
     let frequencies: Vec<f32> = rope.frequencies().iter().map(|f| *f as f32).collect();
-    let frequencies = Tensor::from_slice(&frequencies).to_device(positions.device());
-    let half = positions.to_kind(Kind::Float).unsqueeze(-1) * frequencies;
-    let angles = Tensor::cat(&[&half, &half], -1).unsqueeze(1);
+    let angles = angles(positions, &Tensor::from_slice(&frequencies));
     let factor = rope.attention_factor();
     if angles.device().is_cuda() {
         return (angles.cos() * factor, angles.sin() * factor);
@@ -206,7 +216,21 @@ pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
     (narrow(wide.cos()), narrow(wide.sin()))
 }
 
-/// Rotates the first numbers of every head of `x [T, heads, d]` by a table of [`rope_table`], in pairs
+/// The same in f64, nothing rounded on the way.
+fn rope_table_f64(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
+    let angles = angles(positions, &Tensor::from_slice(&rope.frequencies()));
+    let factor = rope.attention_factor();
+    (angles.cos() * factor, angles.sin() * factor)
+}
+
+/// `[T, 1, dim]`: positions times frequencies, twice side by side, in the element type of the frequencies.
+fn angles(positions: &Tensor, frequencies: &Tensor) -> Tensor {
+    let frequencies = frequencies.to_device(positions.device());
+    let half = positions.to_kind(frequencies.kind()).unsqueeze(-1) * frequencies;
+    Tensor::cat(&[&half, &half], -1).unsqueeze(1)
+}
+
+/// Rotates the first numbers of every head of `x [T, heads, d]` by a table of [`PackedLayout::rope`], in pairs
 /// `(i, i + dim/2)` (the half-split pairing of GPT-NeoX); what lies behind the table's `dim` stays.
 pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
     let (dim, width) = (cos.size()[2], x.size()[2]);

@@ -29,7 +29,7 @@ pub(super) fn neighbour(name: &str, double: bool) -> Policy {
     policy
 }
 
-pub(super) fn nudge(policy: &Policy) {
+fn nudge(policy: &Policy) {
     no_grad(|| {
         for (i, (_, mut parameter)) in policy.parameters().into_iter().enumerate() {
             let _ = parameter.g_mul_scalar_(1.0 + 0.01 * (i as f64).sin());
@@ -45,14 +45,15 @@ pub(super) fn build(name: &str, double: bool) -> Policy {
     }
 }
 
-/// In f64 the block loop cuts the batch in another way than the oracle; in f32 both see the same rows,
-/// because the rounding of another cut is not what is compared.
+/// The block loop cuts the batch in another way than the oracle, except where f32 is the arithmetic: there both
+/// see the same rows, because the rounding of another cut is not what is compared.
 #[test]
 fn block_loop_gradients_equal_those_of_one_graph() {
     for name in FAMILIES {
-        for (double, budget, limit) in [(true, 64, 1e-10), (false, 10_000, 1e-5)] {
+        for (double, limit) in [(true, 1e-10), (false, 1e-5)] {
             let mut config = with_kl_and_entropy(config());
-            config.max_token_len_per_gpu = budget;
+            let is_wide = build(name, double).compute_kind() == Kind::Double || double;
+            config.max_token_len_per_gpu = if is_wide { 64 } else { 10_000 };
             let batch = batch(3, 3);
             let mut oracle = config.clone();
             oracle.backward = BackwardMode::WholeGraph;
