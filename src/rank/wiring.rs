@@ -43,8 +43,8 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, Oh, Ohsdk, RuntimeConfig,
-            Scaffold, Terminus2,
+            oh, ohsdk, terminus2, Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig,
+            PythonScaffold, RuntimeConfig, Scaffold,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -324,8 +324,8 @@ fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
             command: agent.command.clone().unwrap_or_default(),
             runtime: agent.custom_runtime.clone(),
         }))),
-        ScaffoldName::Ohsdk => Ok(Arc::new(Ohsdk::new(runtime))),
-        ScaffoldName::Oh => Ok(Arc::new(Oh::new(runtime))),
-        ScaffoldName::Terminus2 => Ok(Arc::new(Terminus2::new(runtime))),
+        ScaffoldName::Ohsdk => Ok(Arc::new(PythonScaffold::new(ohsdk::AGENT, runtime))),
+        ScaffoldName::Oh => Ok(Arc::new(PythonScaffold::new(oh::AGENT, runtime))),
+        ScaffoldName::Terminus2 => Ok(Arc::new(PythonScaffold::new(terminus2::AGENT, runtime))),
     }
 }
