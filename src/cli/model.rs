@@ -273,12 +273,10 @@ fn greedy(
     use crate::model::net::{greedy_without_cache, PlainTensor, PlainValues};
     let prompt = GREEDY_PROMPT.min(rows[0].len());
     let prompts: Vec<&[i64]> = rows.iter().map(|row| &row[..prompt]).collect();
-    // What the native engine does not compute (bf16 on the host, delta nets on a GPU) runs over the whole
-    // text for every token.
-    let engine_has_it = match args.device {
-        DeviceArg::Cpu => args.dtype == DtypeArg::F32,
-        DeviceArg::Cuda => !policy.config.model_type.is_hybrid(),
-    };
+    // What the native engine does not compute (attention families in bf16 on the host) runs over the whole text
+    // for every token.
+    let engine_has_it =
+        args.device == DeviceArg::Cuda || args.dtype == DtypeArg::F32 || policy.config.model_type.is_hybrid();
     let replies = if engine_has_it {
         engine_replies(policy, &prompts, args)?
     } else {

@@ -75,12 +75,15 @@ pub struct TrainPlan {
 pub struct EnginePlan {
     /// Ranks that share the heads.
     pub tensor_parallel: u64,
-    /// Bytes of a weight, and of a cached number.
+    /// Bytes of a weight, and of a cached number; 4 stands for 8 in families with a delta net, whose f32 is computed
+    /// in f64.
     pub number_bytes: u64,
     /// Tokens that the cache holds.
     pub cache_tokens: u64,
     /// Sequences in the running batch.
     pub sequences: u64,
+    /// States of a delta net that are reserved for each of them.
+    pub states: u64,
     /// Computes on a GPU.
     pub gpu: bool,
 }
@@ -168,20 +171,17 @@ pub fn train(shape: &ModelShape, plan: &TrainPlan) -> Estimate {
 pub fn engine(shape: &ModelShape, plan: &EnginePlan) -> Estimate {
     let ranks = plan.tensor_parallel.max(1);
     let kv_heads = shape.kv_heads.div_ceil(ranks);
-    let per_token = shape.attention_layers * 2 * kv_heads * shape.head_dim * plan.number_bytes;
+    let number = computed_bytes(shape, plan.number_bytes);
+    let per_token = shape.attention_layers * 2 * kv_heads * shape.head_dim * number;
     let state = shape.delta.map_or(0, |d| {
-        let matrix = d.value_heads * d.key_dim * d.value_dim * 4;
-        let taps =
-            (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) * (d.taps - 1) * plan.number_bytes;
+        let matrix = d.value_heads * d.key_dim * d.value_dim * number.max(4);
+        let taps = (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) * (d.taps - 1) * number;
         (shape.layers - shape.attention_layers) * (matrix + taps).div_ceil(ranks)
     });
     Estimate::new(vec![
-        (
-            "weights",
-            (shape.parameters() * plan.number_bytes).div_ceil(ranks),
-        ),
+        ("weights", (shape.parameters() * number).div_ceil(ranks)),
         ("key-value cache", plan.cache_tokens.saturating_mul(per_token)),
-        ("delta-net states", plan.sequences * state),
+        ("delta-net states", plan.sequences * plan.states * state),
         ("logits", plan.sequences * shape.vocab * 4),
         ("context", if plan.gpu { CONTEXT_BYTES } else { 0 }),
     ])

@@ -1,6 +1,9 @@
 //! Where the segments of a packed row start, what follows from it, and the routing of its tokens.
 
-use super::{delta_rule::ChunkGrid, exchange::Exchanges};
+use super::{
+    delta_rule::{ChunkGrid, PieceGrid},
+    exchange::Exchanges,
+};
 use crate::model::hf::Rope;
 use std::{
     cell::{OnceCell, RefCell},
@@ -26,11 +29,64 @@ impl Routing {
     }
 }
 
-/// Keys and values of earlier tokens, for a network that computes a text piece by piece.
-pub trait AttentionMemory {
+/// What is kept of earlier tokens, for a network that computes texts piece by piece: the segments of the row are
+/// pieces, each behind what is kept of its text.
+pub trait TokenMemory {
     /// Called once an attending layer, in layer order: keeps `k` and `v [T,nkv,d]` of the tokens of the row
-    /// and attends from `q [T,nq,d]` to all tokens of their sequences; `[T,nq,d]`.
+    /// and attends from `q [T,nq,d]` to all tokens of their texts; `[T,nq,d]`.
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor;
+
+    /// Called once a delta-net layer, in layer order: what it kept of the tokens before the pieces. The caller
+    /// may overwrite the tensors.
+    fn recall(&self) -> DeltaState;
+
+    /// Called behind [`TokenMemory::recall`], for the same layer: what it keeps up to the ends of the pieces.
+    fn keep(&self, state: DeltaState);
+}
+
+/// What a delta net keeps of texts.
+pub struct DeltaState {
+    /// `[segments,K-1,channels]`: the last inputs of the convolution, oldest first, zeros before the start of the
+    /// text; in the element type of the residual stream.
+    pub inputs: Tensor,
+    /// `[segments,Hv,dk,dv]`: the state of the delta rule, zero before the first token; at least f32.
+    pub state: Tensor,
+}
+
+/// Where the inputs of a convolution lie in `[kept inputs of all segments | rows of the tokens]`.
+pub(super) struct TapRows {
+    /// For 1, 2 … K−1 tokens back, the row of every token's input, `[T]` i64.
+    pub back: Vec<Tensor>,
+    /// Rows that are kept behind the pieces, `[segments·(K−1)]` i64.
+    pub kept: Tensor,
+}
+
+impl TapRows {
+    pub(super) fn new(segments: impl Iterator<Item = Range<i64>>, taps: i64, device: Device) -> Self {
+        let segments: Vec<Range<i64>> = segments.collect();
+        let before = taps - 1;
+        let kept_rows = segments.len() as i64 * before;
+        // Of the token `place` of a segment; negative places lie before the piece.
+        let row = |number: usize, place: i64| match place {
+            0.. => kept_rows + segments[number].start + place,
+            _ => (number as i64 + 1) * before + place,
+        };
+        let lengths = || segments.iter().map(|s| s.end - s.start).enumerate();
+        let mut rows = Vec::new();
+        for back in 1..taps {
+            rows.extend(lengths().flat_map(|(s, n)| (0..n).map(move |place| (s, place - back))));
+        }
+        rows.extend(lengths().flat_map(|(s, n)| (n - before..n).map(move |place| (s, place))));
+        let rows: Vec<i64> = rows.into_iter().map(|(s, place)| row(s, place)).collect();
+        let tokens = segments.last().map_or(0, |s| s.end);
+        let mut sizes = vec![tokens; before as usize];
+        sizes.push(kept_rows);
+        let mut back = Tensor::from_slice(&rows)
+            .to_device(device)
+            .split_with_sizes(&sizes[..], 0);
+        let kept = back.swap_remove(before as usize);
+        Self { back, kept }
+    }
 }
 
 /// Segments of a packed row. Made once a micro-batch and used by every block.
@@ -40,8 +96,10 @@ pub struct PackedLayout {
     positions: Tensor,
     rope: RefCell<Option<RopeTable>>,
     grid: OnceCell<ChunkGrid>,
+    piece_grid: OnceCell<PieceGrid>,
+    taps: OnceCell<TapRows>,
     starts_there: OnceCell<Tensor>,
-    memory: Option<Rc<dyn AttentionMemory>>,
+    memory: Option<Rc<dyn TokenMemory>>,
     replay: Vec<Tensor>,
     record: RefCell<Option<Vec<Routing>>>,
     pub(super) exchanges: Exchanges,
@@ -57,26 +115,8 @@ struct RopeTable {
 impl PackedLayout {
     /// A row of segments with these lengths, in order. Segments of length 0 are allowed and hold nothing.
     pub fn new(lengths: &[usize], device: Device) -> Self {
-        let mut starts = vec![0i64];
-        let mut positions = Vec::with_capacity(lengths.iter().sum());
-        let mut at = 0;
-        for &n in lengths {
-            at += n as i64;
-            starts.push(at);
-            positions.extend(0..n as i64);
-        }
-        Self {
-            starts,
-            device,
-            positions: Tensor::from_slice(&positions).to_device(device),
-            rope: RefCell::new(None),
-            grid: OnceCell::new(),
-            starts_there: OnceCell::new(),
-            memory: None,
-            replay: Vec::new(),
-            record: RefCell::new(None),
-            exchanges: Exchanges::default(),
-        }
+        let positions: Vec<i64> = lengths.iter().flat_map(|n| 0..*n as i64).collect();
+        Self::with(lengths, Tensor::from_slice(&positions).to_device(device), None)
     }
 
     /// One segment.
@@ -84,26 +124,36 @@ impl PackedLayout {
         Self::new(&[length], device)
     }
 
-    /// Tokens with these positions `[T]` i64, whose attention is the business of `memory`. A delta net
-    /// takes them for one segment from its start.
-    pub fn over_memory(positions: Tensor, memory: Rc<dyn AttentionMemory>) -> Self {
-        let tokens = positions.size().first().map_or(0, |n| *n as usize);
-        let device = positions.device();
+    /// Pieces of texts with these lengths, none of them 0, whose tokens have these positions `[T]` i64 in their
+    /// texts; what is before them is in `memory`.
+    pub fn over_memory(lengths: &[usize], positions: Tensor, memory: Rc<dyn TokenMemory>) -> Self {
+        Self::with(lengths, positions, Some(memory))
+    }
+
+    fn with(lengths: &[usize], positions: Tensor, memory: Option<Rc<dyn TokenMemory>>) -> Self {
+        let mut starts = vec![0i64];
+        let mut at = 0;
+        for n in lengths {
+            at += *n as i64;
+            starts.push(at);
+        }
         Self {
-            starts: vec![0, tokens as i64],
-            device,
+            starts,
+            device: positions.device(),
             positions,
             rope: RefCell::new(None),
             grid: OnceCell::new(),
+            piece_grid: OnceCell::new(),
+            taps: OnceCell::new(),
             starts_there: OnceCell::new(),
-            memory: Some(memory),
+            memory,
             replay: Vec::new(),
             record: RefCell::new(None),
             exchanges: Exchanges::default(),
         }
     }
 
-    pub(super) fn memory(&self) -> Option<&dyn AttentionMemory> {
+    pub(super) fn memory(&self) -> Option<&dyn TokenMemory> {
         self.memory.as_deref()
     }
 
@@ -189,6 +239,18 @@ impl PackedLayout {
     pub(super) fn chunk_grid(&self) -> &ChunkGrid {
         self.grid
             .get_or_init(|| ChunkGrid::new(self.segments(), self.device))
+    }
+
+    /// How the delta rule goes through pieces.
+    pub(super) fn piece_grid(&self) -> &PieceGrid {
+        self.piece_grid
+            .get_or_init(|| PieceGrid::new(self.segments(), self.device))
+    }
+
+    /// Inputs of the convolutions over pieces. All layers have the same number of taps.
+    pub(super) fn tap_rows(&self, taps: i64) -> &TapRows {
+        self.taps
+            .get_or_init(|| TapRows::new(self.segments(), taps, self.device))
     }
 }
 

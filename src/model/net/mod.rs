@@ -54,7 +54,7 @@ pub use exchange::{Exchange, LayerGroups, Tape};
 pub(crate) use fused::{flash_attention, has_flash_attention};
 pub use fused::{fused_adamw, AdamWStep, AdamWTensors};
 pub(crate) use layout::rope_table;
-pub use layout::{AttentionMemory, PackedLayout, Routing};
+pub use layout::{DeltaState, PackedLayout, Routing, TokenMemory};
 pub use policy::{Block, Policy};
 pub use precision::ComputeType;
 /// Where tensors live.

@@ -24,6 +24,7 @@ use tch::{no_grad, Device, Kind, Tensor};
 mod algorithms;
 mod curve;
 mod replay;
+mod values;
 
 const VOCAB: usize = 29;
 

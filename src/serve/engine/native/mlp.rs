@@ -26,7 +26,7 @@ struct Assignment {
 }
 
 impl Forward {
-    /// Routed experts, and the shared one where there is one: `m [T,H]` → `[T,H]`. The choice of every
+    /// Routed experts: `m [T,H]` → `[T,H]`. The choice of every
     /// token is kept beside its keys and values.
     pub(super) fn sparse_mlp(
         &self,
@@ -70,9 +70,6 @@ impl Forward {
                     *y += weight * x;
                 }
             }
-        }
-        if let Some((shared, gate)) = &weights.shared {
-            y += shared.inner(m).mm(&shared.down) * m.mm(gate).sigmoid();
         }
         y
     }
