@@ -233,7 +233,7 @@ fn native(loaded: &mut Loaded) -> anyhow::Result<Arc<dyn Engine>> {
         (needed.cache_page, weights + needed.states, free.min())
     };
     let bounds = serving::NativeBounds {
-        positions: model.max_position_embeddings as u64,
+        positions: model.context_tokens() as u64,
         token_bytes: page.div_ceil(16),
         fixed_bytes,
         available,

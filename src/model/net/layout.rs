@@ -261,25 +261,28 @@ fn table_kind(turned: Kind) -> Kind {
     }
 }
 
-/// Rotary table of the given positions `[T]`: two `[T, 1, dim]` f32 tensors. Frequencies and angles are
-/// those of f32 programs.
+/// Rotary table of the given positions `[T]`, cosines and sines times the attention factor: two `[T, 1, dim]` f32
+/// tensors. Frequencies and angles are those of f32 programs.
 pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
     // Frequencies in f64, then rounded: an angle is a position times a frequency, and multiplies its error.
     let frequencies: Vec<f32> = rope.frequencies().iter().map(|f| *f as f32).collect();
     let angles = angles(positions, &Tensor::from_slice(&frequencies));
+    let factor = rope.attention_factor();
     if angles.device().is_cuda() {
-        return (angles.cos(), angles.sin());
+        return (angles.cos() * factor, angles.sin() * factor);
     }
     // In f64, then rounded: in f32, 3 of 100 processes with 16 threads had tables that were 2^-11 off (supposed cause:
     // a low accuracy of MKL's vector functions in their first call by several threads); in f64, none of 209.
     let wide = angles.to_kind(Kind::Double);
-    (wide.cos().to_kind(Kind::Float), wide.sin().to_kind(Kind::Float))
+    let narrow = |table: Tensor| (table * factor).to_kind(Kind::Float);
+    (narrow(wide.cos()), narrow(wide.sin()))
 }
 
 /// The same in f64, nothing rounded on the way.
 fn rope_table_f64(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
     let angles = angles(positions, &Tensor::from_slice(&rope.frequencies()));
-    (angles.cos(), angles.sin())
+    let factor = rope.attention_factor();
+    (angles.cos() * factor, angles.sin() * factor)
 }
 
 /// `[T, 1, dim]`: positions times frequencies, twice side by side, in the element type of the frequencies.

@@ -19,10 +19,7 @@ use super::{
 use crate::{
     base::WeightError,
     model::net::Policy,
-    train::{
-        algorithm::{ObjectiveScale, ValueSums},
-        checkpoint::CriticState,
-    },
+    train::{algorithm::ValueSums, checkpoint::CriticState},
 };
 use std::sync::Arc;
 use tch::{no_grad, Kind, Tensor};
@@ -182,7 +179,7 @@ impl Critic {
         mini_batch: &[usize],
     ) -> Result<(Gradients, ValueSums), TrainError> {
         let shapes: Vec<_> = mini_batch.iter().map(|&i| samples.sequences[i].shape()).collect();
-        let scale = ObjectiveScale::new(config.objective.aggregation, &shapes);
+        let factors = config.objective.aggregation.coefficients(&shapes);
         let network = self.network(config);
         let mesh = self.shards.mesh();
         let norm_name = self.trunk.config.norm_spec().name;
@@ -192,7 +189,7 @@ impl Critic {
         let evaluate = |place: usize, values: &[f64], sums: &mut ValueSums| {
             let sample = &samples.sequences[mini_batch[place]];
             let clip = &config.critic.clip;
-            clip.evaluate(values, &sample.values, &sample.returns, scale.factor(place), sums)
+            clip.evaluate(values, &sample.values, &sample.returns, factors[place], sums)
         };
         let mut sums = ValueSums::default();
 

@@ -126,7 +126,12 @@ impl Network for Forward {
             }
             let m = rms_norm(&x, &weights.post_norm, eps);
             match &weights.mlp {
-                MlpWeights::Dense(weights) => x = x.addmm(&weights.inner(&m), &weights.down),
+                MlpWeights::Dense(weights) => {
+                    x = x.addmm(&weights.inner(&m), &weights.down);
+                    if let Some((_, bias)) = &weights.bias {
+                        x += bias;
+                    }
+                }
                 MlpWeights::Sparse(weights) => {
                     x += self.sparse_mlp(sparse_layer, weights, &m, &groups);
                     sparse_layer += 1;

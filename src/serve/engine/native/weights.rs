@@ -40,6 +40,8 @@ pub(super) struct DenseWeights {
     /// Columns: gate, up.
     pub gate_up: Tensor,
     pub down: Tensor,
+    /// Of both, in that order.
+    pub bias: Option<(Tensor, Tensor)>,
 }
 
 /// Routed experts.
@@ -155,7 +157,10 @@ impl<'a, 'b> Layer<'a, 'b> {
         let name = self.name("post_attention_layernorm.weight");
         let post_norm = self.source.vector(&name, h)?;
         let mlp = match kind.mlp {
-            MlpKind::Dense => MlpWeights::Dense(self.dense("mlp", self.config.intermediate_size)?),
+            MlpKind::Dense => MlpWeights::Dense({
+                let (inner, bias) = (self.config.intermediate_size, self.config.mlp_bias);
+                self.dense("mlp", inner, bias)?
+            }),
             MlpKind::Sparse => MlpWeights::Sparse(self.sparse()?),
         };
         Ok(LayerWeights {
@@ -216,15 +221,23 @@ impl<'a, 'b> Layer<'a, 'b> {
         })
     }
 
-    fn dense(&mut self, module: &str, inner: usize) -> Result<DenseWeights, WeightError> {
+    fn dense(&mut self, module: &str, inner: usize, has_bias: bool) -> Result<DenseWeights, WeightError> {
         let h = self.config.hidden_size;
-        let gate = self.take(&format!("{module}.gate_proj.weight"), &[inner, h])?;
-        let up = self.take(&format!("{module}.up_proj.weight"), &[inner, h])?;
+        let mut take = |name: &str, shape: &[usize]| self.take(&format!("{module}.{name}"), shape);
+        let gate = take("gate_proj.weight", &[inner, h])?;
+        let up = take("up_proj.weight", &[inner, h])?;
+        let down = take("down_proj.weight", &[h, inner])?;
+        let bias = if has_bias {
+            let gate = take("gate_proj.bias", &[inner])?;
+            let up = take("up_proj.bias", &[inner])?;
+            Some((Tensor::cat(&[gate, up], 0), take("down_proj.bias", &[h])?))
+        } else {
+            None
+        };
         Ok(DenseWeights {
             gate_up: Tensor::cat(&[gate, up], 0).tr(),
-            down: self
-                .take(&format!("{module}.down_proj.weight"), &[h, inner])?
-                .tr(),
+            down: down.tr(),
+            bias,
         })
     }
 
@@ -243,6 +256,7 @@ impl<'a, 'b> Layer<'a, 'b> {
         let expert = |(gate_up, down): (&Tensor, &Tensor)| DenseWeights {
             gate_up: gate_up.tr(),
             down: down.tr(),
+            bias: None,
         };
         let experts = gate_up.iter().zip(&down).map(expert).collect();
         Ok(SparseWeights { router, experts })
@@ -254,6 +268,10 @@ impl DenseWeights {
         Self {
             gate_up: self.gate_up.shallow_clone(),
             down: self.down.shallow_clone(),
+            bias: self
+                .bias
+                .as_ref()
+                .map(|(inner, down)| (inner.shallow_clone(), down.shallow_clone())),
         }
     }
 }

@@ -78,6 +78,35 @@ fn block_loop_gradients_equal_those_of_one_graph() {
     }
 }
 
+/// What f32 parameters cost a hybrid, whose arithmetic is f64: the rounding of the gradients and of their sums.
+#[test]
+fn gradients_of_hybrids_in_f32_are_those_in_f64() {
+    for name in ["qwen3_next", "qwen3_5", "qwen3_5_moe"] {
+        let gradients = |make: fn(Policy) -> Policy| {
+            let networks = (make(load(name)), make(neighbour(name, false)));
+            gradients_of(
+                with_kl_and_entropy(config()),
+                networks.0,
+                networks.1,
+                &batch(3, 3),
+            )
+        };
+        let (single, sums) = gradients(|policy| policy);
+        let (double, exact) = gradients(to_double);
+        assert!(single.iter().all(|g| g.kind() == Kind::Float));
+        assert!(double.iter().all(|g| g.kind() == Kind::Double));
+        let gap = relative_gap(&single, &double);
+        println!("{name}: {gap:.1e}");
+        assert!(gap < 1e-6, "{name}: {gap:e}");
+        assert!(
+            (sums.loss - exact.loss).abs() < 1e-12,
+            "{} {}",
+            sums.loss,
+            exact.loss
+        );
+    }
+}
+
 /// The objective itself, moved along single entries of every parameter: no autograd, no derivative formula.
 #[test]
 fn gradients_agree_with_finite_differences_of_the_loss() {
