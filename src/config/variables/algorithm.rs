@@ -44,7 +44,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(ALGORITHM, "CLIP_RATIO_C", between(1.0, 1e6), Value("3.0"), "", Advanced,
         "Second bound of the ratio where the advantage is negative (dual clip)."),
     row(ALGORITHM, "LOSS_AGG_MODE", Choice(LossAggMode::NAMES), Value("seq-mean-token-mean"), "", Common,
-        "How token losses become one number."),
+        "How token losses become one number. The policy loss of `gspo` is the mean over sequences in every mode."),
     row(ALGORITHM, "ENTROPY_COEFF", between(-10.0, 10.0), Value("0.0"), "", Common,
         "Weight of the entropy bonus."),
     row(ALGORITHM, "USE_KL_LOSS", Bool, Value("True"), "", Common,
