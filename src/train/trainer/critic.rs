@@ -26,7 +26,7 @@ use crate::{
     train::{algorithm::ValueSums, checkpoint::CriticState},
 };
 use std::sync::Arc;
-use tch::{no_grad, Tensor};
+use tch::{no_grad, Kind, Tensor};
 
 const HEAD: &str = "score.weight";
 const BIAS: &str = "score.bias";
@@ -114,9 +114,18 @@ impl Critic {
 
     /// `[N]` predictions of rows `[N,H]` of the residual stream.
     fn values(&self, rows: &Tensor) -> Tensor {
-        // In f32, whatever the trunk computes in: returns differ by less than bf16 tells apart.
-        let normed = self.trunk.final_norm(rows).to_kind(self.head.kind());
-        normed.linear(&self.head, Some(&self.bias)).squeeze_dim(-1)
+        self.score(&self.trunk.final_norm(rows))
+    }
+
+    /// `[N]` predictions, of normed rows `[N,H]`.
+    fn score(&self, normed: &Tensor) -> Tensor {
+        // At least f32, whatever the trunk computes in: returns differ by less than bf16 tells apart.
+        let kind = match normed.kind() {
+            Kind::BFloat16 => Kind::Float,
+            kind => kind,
+        };
+        let (head, bias) = (self.head.to_kind(kind), self.bias.to_kind(kind));
+        normed.to_kind(kind).linear(&head, Some(&bias)).squeeze_dim(-1)
     }
 
     /// Sets the predictions of all sequences.
@@ -277,8 +286,7 @@ impl Critic {
         ids: &Tensor,
         layout: &crate::model::net::PackedLayout,
     ) -> Tensor {
-        let hidden = self.trunk.forward_hidden(ids, layout).to_kind(self.head.kind());
-        hidden.linear(&self.head, Some(&self.bias)).squeeze_dim(-1)
+        self.score(&self.trunk.forward_hidden(ids, layout))
     }
 }
 

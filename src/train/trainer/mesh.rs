@@ -88,7 +88,7 @@ impl Mesh {
             let members: Vec<u32> = (0..n).filter(|r| member(*r)).map(|r| ranks[r]).collect();
             let group = group(comm.clone(), &members, Tag::group(number), config.timeout)?;
             let tensors = match config.device {
-                Some(device) if members.len() > 1 => on_device(&group, device, config.timeout)?,
+                Some(device) if members.len() > 1 => on_device(comm, &group, number, device, config.timeout)?,
                 _ => group.clone(),
             };
             Ok::<_, CommError>(TensorGroup {
@@ -167,17 +167,21 @@ impl Mesh {
 /// The same group between the memories of devices.
 #[cfg(feature = "cuda")]
 fn on_device(
+    comm: &Arc<dyn Communicator>,
     group: &Arc<dyn Collectives>,
+    number: u16,
     device: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Collectives>, CommError> {
-    crate::comm::nccl_group(&**group, device, timeout)
+    crate::comm::nccl_group(comm.clone(), &**group, Tag::notes(number), device, timeout)
 }
 
 /// The same group between the memories of devices.
 #[cfg(not(feature = "cuda"))]
 fn on_device(
+    _comm: &Arc<dyn Communicator>,
     group: &Arc<dyn Collectives>,
+    _number: u16,
     _device: usize,
     _timeout: Duration,
 ) -> Result<Arc<dyn Collectives>, CommError> {

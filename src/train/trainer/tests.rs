@@ -331,7 +331,8 @@ fn distributions_by_hand(policy: &Policy, ids: &[u32], temperature: f64) -> Vec<
     no_grad(|| {
         let layout = crate::model::net::PackedLayout::single(ids.len(), Device::Cpu);
         let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
-        let logits = block_loop::to_vec(&hidden.matmul(&policy.head_weight().tr()).view(-1));
+        let head = policy.head_weight().to_kind(hidden.kind());
+        let logits = block_loop::to_vec(&hidden.matmul(&head.tr()).view(-1));
         let row = |row: &[f64]| {
             let total: f64 = row.iter().map(|z| (z / temperature).exp()).sum();
             row.iter().map(|z| z / temperature - total.ln()).collect()
