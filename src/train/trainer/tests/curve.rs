@@ -235,39 +235,46 @@ fn transformers_loads_what_was_trained() {
             Ok(weights.iter().find(|w| w.name == spec.name).unwrap().clone())
         })
         .unwrap();
-        let ids: Vec<i64> = (0..90).map(|i| (i * i * 5 + i) % 80).collect();
-        let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
-        let arguments = [
-            "logits".as_ref(),
-            folder.as_os_str(),
-            text.as_ref(),
-            out.as_os_str(),
-        ];
-        if reference(&arguments).is_none() {
+        if logits_agree(name, &folder, trainer.policy(), &out).is_none() {
             return;
         }
-        let file = std::fs::read(&out).unwrap();
-        let file = safetensors::SafeTensors::deserialize(&file).unwrap();
-        let floats = file.tensor("logits").unwrap();
-        let floats = floats.data().chunks_exact(4);
-        let want: Vec<f32> = floats
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect();
-        let traced = trace(trainer.policy(), &[ids]);
-        let PlainValues::Floats(got) = &traced.iter().find(|t| t.name == "logits").unwrap().values else {
-            panic!("logits are floats")
-        };
-        assert_eq!(got.len(), want.len());
-        let largest = got
-            .iter()
-            .zip(&want)
-            .map(|(a, b)| (a - b).abs())
-            .fold(0.0, f32::max);
-        let mean = want.iter().sum::<f32>() / want.len() as f32;
-        let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f32>() / want.len() as f32;
-        let gap = largest / variance.sqrt();
-        println!("{name}: logits differ by {gap:.1e} of their standard deviation at most");
-        let hybrid = ModelConfig::from_dir(&folder).unwrap().model_type.is_hybrid();
-        assert!(gap < if hybrid { 2e-4 } else { 1e-4 }, "{name}: {gap}");
     }
+}
+
+/// Whether transformers loads a folder strictly and computes the logits of `policy`; `None` where this machine has
+/// no reference.
+pub(super) fn logits_agree(name: &str, folder: &Path, policy: &Policy, out: &Path) -> Option<()> {
+    let ids: Vec<i64> = (0..90).map(|i| (i * i * 5 + i) % 80).collect();
+    let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
+    let arguments = [
+        "logits".as_ref(),
+        folder.as_os_str(),
+        text.as_ref(),
+        out.as_os_str(),
+    ];
+    reference(&arguments)?;
+    let file = std::fs::read(out).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let floats = file.tensor("logits").unwrap();
+    let floats = floats.data().chunks_exact(4);
+    let want: Vec<f32> = floats
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect();
+    let traced = trace(policy, &[ids]);
+    let PlainValues::Floats(got) = &traced.iter().find(|t| t.name == "logits").unwrap().values else {
+        panic!("logits are floats")
+    };
+    assert_eq!(got.len(), want.len());
+    let largest = got
+        .iter()
+        .zip(&want)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, f32::max);
+    let mean = want.iter().sum::<f32>() / want.len() as f32;
+    let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f32>() / want.len() as f32;
+    let gap = largest / variance.sqrt();
+    println!("{name}: logits differ by {gap:.1e} of their standard deviation at most");
+    let hybrid = ModelConfig::from_dir(&folder).unwrap().model_type.is_hybrid();
+    assert!(gap < if hybrid { 2e-4 } else { 1e-4 }, "{name}: {gap}");
+    Some(())
 }
