@@ -5,6 +5,10 @@
 //! the policy predicts that token. Parameters have the names of the policy, without its output head, and
 //! `score.weight`, `score.bias`, as transformers names a head with one label.
 //!
+//! AdamW moves each weight of the head by about `CRITIC_LR` in an update. Before predictions can tell trials apart
+//! they have to reach the mean return, which takes some `1 / (CRITIC_LR · H)` updates; on that way they differ by
+//! token, not by what the token says, and `critic/vf_explained_var` is near 0 or below it.
+//!
 //! Forward and backward go block by block like the policy's ([`super::block_loop`]).
 
 use super::{

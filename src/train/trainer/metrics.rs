@@ -5,6 +5,14 @@
 //! trial of the batch ended, `invalid_*` those that are not trained on (without a verdict, or filtered). Keys
 //! whose value is not defined (a correlation of constants, a mean over nothing) are left out; the counts
 //! beside them say why.
+//!
+//! Definitions are verl's too (`metric_utils`, `core_algos`, `rollout_corr_helper`), with these differences:
+//!
+//! - `critic/score` and `critic/rewards` have one number a trial, not one a sequence; `critic/returns` is there
+//!   with a critic only (without one it is the advantages); `num_turns` counts model calls.
+//! - `actor/pg_loss`, `actor/kl_loss` and `critic/vf_loss` are means over the updates of a step, not their sums.
+//! - `training/rollout_*` looks at tokens that the trainer's own version sampled; `staleness/lag_*` has the others.
+//! - `perf/throughput` is that of all ranks together, not by GPU.
 
 use super::{critic::CriticUpdate, replay, samples::Samples, StageTimer, Trainer, TrainerConfig};
 use crate::{
