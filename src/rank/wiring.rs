@@ -43,8 +43,8 @@ use crate::{
             SandboxBackend,
         },
         scaffold::{
-            Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig, Oh, Ohsdk, RuntimeConfig,
-            Scaffold, Terminus2,
+            oh, ohsdk, terminus2, Cc, CcConfig, Custom, CustomConfig, Mini, MiniConfig, Oc, OcConfig,
+            PythonScaffold, RuntimeConfig, Scaffold,
         },
         task::TaskIndex,
         trial::TrialRunner,
@@ -108,9 +108,9 @@ const GPU_BATCHED_TOKENS: usize = 8192;
 pub fn engine_config(settings: &Settings, place: Placement) -> NativeEngineConfig {
     let defaults = NativeEngineConfig::default();
     NativeEngineConfig {
-        device: place.engine,
+        device: place.device,
         compute: place.compute,
-        max_num_batched_tokens: match place.engine {
+        max_num_batched_tokens: match place.device {
             Device::Cpu => defaults.max_num_batched_tokens,
             _ => GPU_BATCHED_TOKENS,
         },
@@ -132,7 +132,7 @@ pub fn run_head(
 ) -> anyhow::Result<ExitCode> {
     let _locks = RunLocks::acquire(settings)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
-    let place = placement(settings, &model)?;
+    let place = placement(settings)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),
         val: settings
@@ -244,8 +244,8 @@ pub fn make_trainer(
     let path = &settings.model.path;
     let load = || {
         let policy = match &mesh {
-            None => Policy::load(path, place.trainer)?,
-            Some(mesh) => Policy::load_parts(path, place.trainer, |spec, t| mesh.share(&spec.name, &t))?,
+            None => Policy::load(path, place.device)?,
+            Some(mesh) => Policy::load_parts(path, place.device, |spec, t| mesh.share(&spec.name, &t))?,
         };
         Ok::<_, ModelError>(policy.with_compute_type(place.compute))
     };
@@ -326,8 +326,8 @@ fn make_scaffold(settings: &Settings) -> anyhow::Result<Arc<dyn Scaffold>> {
             command: agent.command.clone().unwrap_or_default(),
             runtime: agent.custom_runtime.clone(),
         }))),
-        ScaffoldName::Ohsdk => Ok(Arc::new(Ohsdk::new(runtime))),
-        ScaffoldName::Oh => Ok(Arc::new(Oh::new(runtime))),
-        ScaffoldName::Terminus2 => Ok(Arc::new(Terminus2::new(runtime))),
+        ScaffoldName::Ohsdk => Ok(Arc::new(PythonScaffold::new(ohsdk::AGENT, runtime))),
+        ScaffoldName::Oh => Ok(Arc::new(PythonScaffold::new(oh::AGENT, runtime))),
+        ScaffoldName::Terminus2 => Ok(Arc::new(PythonScaffold::new(terminus2::AGENT, runtime))),
     }
 }

@@ -4,9 +4,10 @@
 //! the agent said and sampled is not known here: the proxy has it. A scaffold is a foreign program that
 //! speaks HTTP to `http://<Sandbox::proxy_address><SessionEndpoint::path>/v1`.
 //!
-//! One kind of agent is one file. A foreign agent is never installed in a sandbox: its files are a
-//! [`runtime`] tree of the host, mounted read-only. [`process`] holds what they have in common: the
-//! instruction's file, the log, the time limit, and what the agent's last words say about a failure.
+//! One kind of agent is one file; those written in Python are data for one scaffold ([`python`]). A foreign agent
+//! is never installed in a sandbox: its files are a [`runtime`] tree of the host, mounted read-only. [`process`]
+//! holds what all have in common: the instruction's file, the log, the time limit, and what the agent's last words
+//! say about a failure.
 
 pub mod cc;
 pub mod custom;
@@ -23,10 +24,8 @@ pub use cc::{Cc, CcConfig};
 pub use custom::{Custom, CustomConfig};
 pub use mini::{Mini, MiniConfig};
 pub use oc::{Oc, OcConfig};
-pub use oh::Oh;
-pub use ohsdk::Ohsdk;
+pub use python::{PythonAgent, PythonScaffold};
 pub use runtime::{Runtime, RuntimeConfig};
-pub use terminus2::Terminus2;
 
 use crate::base::SessionEndpoint;
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};

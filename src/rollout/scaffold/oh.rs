@@ -12,50 +12,16 @@
 //! | 1 | a server did not start or the conversation ended in an error; the last line says how |
 //! | 3 | it made all its turns |
 
-use super::python::PythonAgent;
-use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
-use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
-use async_trait::async_trait;
+use super::PythonAgent;
 
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "1.11.0";
 /// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
 /// tokenizer.
 pub const FIRST_REQUEST_TOKENS: u32 = 10_700;
-const AGENT: PythonAgent = PythonAgent {
+/// The agent, for [`PythonScaffold`](super::PythonScaffold).
+pub const AGENT: PythonAgent = PythonAgent {
     name: "oh",
-    pinned: VERSION,
+    version: VERSION,
     driver: include_str!("oh/driver.py"),
 };
-
-/// See the module.
-#[derive(Clone, Debug, Default)]
-pub struct Oh {
-    runtime: RuntimeConfig,
-}
-
-impl Oh {
-    /// A scaffold that uses this runtime.
-    pub fn new(runtime: RuntimeConfig) -> Self {
-        Self { runtime }
-    }
-}
-
-#[async_trait]
-impl Scaffold for Oh {
-    fn name(&self) -> &'static str {
-        AGENT.name
-    }
-
-    fn check(&self) -> Result<(), ScaffoldError> {
-        AGENT.check(&self.runtime)
-    }
-
-    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        AGENT.mounts(&self.runtime)
-    }
-
-    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
-        AGENT.run(&self.runtime, sandbox, &request).await
-    }
-}

@@ -13,50 +13,16 @@
 //! When the proxy says that the context is full, its condenser asks for a summary in a request without tools,
 //! and the conversation goes on as system prompt and summary.
 
-use super::python::PythonAgent;
-use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
-use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
-use async_trait::async_trait;
+use super::PythonAgent;
 
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "1.58.2";
 /// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
 /// tokenizer.
 pub const FIRST_REQUEST_TOKENS: u32 = 7_200;
-const AGENT: PythonAgent = PythonAgent {
+/// The agent, for [`PythonScaffold`](super::PythonScaffold).
+pub const AGENT: PythonAgent = PythonAgent {
     name: "ohsdk",
-    pinned: VERSION,
+    version: VERSION,
     driver: include_str!("ohsdk/driver.py"),
 };
-
-/// See the module.
-#[derive(Clone, Debug, Default)]
-pub struct Ohsdk {
-    runtime: RuntimeConfig,
-}
-
-impl Ohsdk {
-    /// A scaffold that uses this runtime.
-    pub fn new(runtime: RuntimeConfig) -> Self {
-        Self { runtime }
-    }
-}
-
-#[async_trait]
-impl Scaffold for Ohsdk {
-    fn name(&self) -> &'static str {
-        AGENT.name
-    }
-
-    fn check(&self) -> Result<(), ScaffoldError> {
-        AGENT.check(&self.runtime)
-    }
-
-    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        AGENT.mounts(&self.runtime)
-    }
-
-    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
-        AGENT.run(&self.runtime, sandbox, &request).await
-    }
-}

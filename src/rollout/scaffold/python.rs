@@ -1,4 +1,4 @@
-//! What the scaffolds of agents written in Python have in common.
+//! The scaffold of agents written in Python. [`PythonAgent`] holds what is an agent's own, one file each.
 //!
 //! The runtime (`setup/runtimes/python.sh`) is a Python of its own with the agent's packages. A small driver
 //! of ours, one for each agent, is put into the sandbox beside its settings and started with that Python:
@@ -16,9 +16,10 @@
 //! | 1 | it failed; the last line of the log says how |
 //! | 3 | it made all its model calls, or the proxy let it make no more |
 
-use super::{process, AgentRequest, AgentRun, Runtime, RuntimeConfig, ScaffoldError};
+use super::{process, AgentRequest, AgentRun, Runtime, RuntimeConfig, Scaffold, ScaffoldError};
 use crate::base::error_chain;
 use crate::rollout::sandbox::{ReadOnlyMount, Sandbox, SandboxError};
+use async_trait::async_trait;
 use serde_json::{json, Value};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -28,58 +29,79 @@ const TURN_LIMIT: i32 = 3;
 /// Where drivers keep their records inside.
 const LOGS: &str = "/logs/agent";
 
-/// One of these agents.
+/// One of these agents: what tells it from the others.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PythonAgent {
+pub struct PythonAgent {
     /// Value of `SCAFFOLD`, and name of the runtime.
     pub name: &'static str,
     /// Version of the runtime that this program was tested with.
-    pub pinned: &'static str,
+    pub version: &'static str,
     /// Source of the driver.
     pub driver: &'static str,
 }
 
-impl PythonAgent {
-    fn runtime(&self, config: &RuntimeConfig) -> Result<Runtime, ScaffoldError> {
-        Runtime::find(self.name, self.pinned, config)
+/// An agent, run from its runtime.
+#[derive(Clone, Debug)]
+pub struct PythonScaffold {
+    agent: PythonAgent,
+    runtime: RuntimeConfig,
+}
+
+#[async_trait]
+impl Scaffold for PythonScaffold {
+    fn name(&self) -> &'static str {
+        self.agent.name
     }
 
-    pub fn check(&self, config: &RuntimeConfig) -> Result<(), ScaffoldError> {
-        self.runtime(config)?.check()
+    fn check(&self) -> Result<(), ScaffoldError> {
+        self.runtime()?.check()
     }
 
-    pub fn mounts(&self, config: &RuntimeConfig) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        Ok(vec![self.runtime(config)?.mount()])
+    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
+        Ok(vec![self.runtime()?.mount()])
     }
 
     /// Runs the driver to its end and takes its records out.
-    pub async fn run(
-        &self,
-        config: &RuntimeConfig,
-        sandbox: &dyn Sandbox,
-        request: &AgentRequest,
-    ) -> Result<AgentRun, ScaffoldError> {
-        let runtime = self.runtime(config)?;
-        let put = |name, text| process::put(self.name, sandbox, &request.log_dir, name, text);
+    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
+        let name = self.agent.name;
+        let runtime = self.runtime()?;
+        let put = |file, text| process::put(name, sandbox, &request.log_dir, file, text);
         let instruction = put("instruction.md", request.instruction.as_str()).await?;
-        let settings = self.settings(sandbox, request, &instruction).to_string();
+        let settings = settings(sandbox, &request, &instruction).to_string();
         let settings = put("settings.json", settings.as_str()).await?;
         // The driver is the same in every trial: it does not stay in the trial's folder.
-        let driver = put("driver.py", self.driver).await?;
+        let driver = put("driver.py", self.agent.driver).await?;
         let copy = request.log_dir.join("driver.py");
         std::fs::remove_file(&copy)
-            .map_err(|e| process::failed(self.name)(SandboxError::io("remove", &copy, e)))?;
+            .map_err(|e| process::failed(name)(SandboxError::io("remove", &copy, e)))?;
 
         let command = process::AgentCommand {
-            scaffold: self.name,
+            scaffold: name,
             argv: vec![runtime.entry(), "-u".into(), driver, settings],
             env: environment(&runtime),
-            log: format!("{}.log", self.name),
+            log: format!("{name}.log"),
             turn_limit_code: Some(TURN_LIMIT),
             reason: failure_text,
         };
-        let run = process::run(sandbox, request, command).await?;
-        // The folder is in the policy's reach: a record that it spoiled is lost, and the trial counts all the same.
+        let run = process::run(sandbox, &request, command).await?;
+        self.take_records(sandbox, &request).await;
+        Ok(run)
+    }
+}
+
+impl PythonScaffold {
+    /// A scaffold that runs this agent from this runtime.
+    pub fn new(agent: PythonAgent, runtime: RuntimeConfig) -> Self {
+        Self { agent, runtime }
+    }
+
+    fn runtime(&self) -> Result<Runtime, ScaffoldError> {
+        Runtime::find(self.agent.name, self.agent.version, &self.runtime)
+    }
+
+    /// Copies what the driver wrote out of the sandbox. The folder is in the policy's reach: a record that it
+    /// spoiled is lost, and the trial counts all the same.
+    async fn take_records(&self, sandbox: &dyn Sandbox, request: &AgentRequest) {
         // An agent that ended before it wrote anything left no folder.
         let taken = match sandbox.make_dir(LOGS).await {
             Ok(()) => sandbox.download(LOGS, &request.log_dir).await,
@@ -87,30 +109,30 @@ impl PythonAgent {
         };
         if let Err(error) = taken {
             tracing::warn!(
-                scaffold = self.name,
+                scaffold = self.agent.name,
                 session = %request.endpoint.session,
                 "the agent's records in {LOGS} cannot be read: {}",
                 error_chain(&error)
             );
         }
-        Ok(run)
     }
+}
 
-    fn settings(&self, sandbox: &dyn Sandbox, request: &AgentRequest, instruction: &str) -> Value {
-        let endpoint = &request.endpoint;
-        json!({
-            "instruction": instruction,
-            "logs": LOGS,
-            "model": endpoint.model,
-            "base_url": format!("{}/v1", process::base_url(sandbox, endpoint)),
-            "api_key": endpoint.secret,
-            "session": endpoint.session.to_string(),
-            "max_turns": request.max_turns,
-            "context_tokens": request.context_tokens,
-            "output_tokens": request.max_tokens_per_turn,
-            "timeout": request.timeout.max(Duration::from_secs(1)).as_secs(),
-        })
-    }
+/// What a driver is told.
+fn settings(sandbox: &dyn Sandbox, request: &AgentRequest, instruction: &str) -> Value {
+    let endpoint = &request.endpoint;
+    json!({
+        "instruction": instruction,
+        "logs": LOGS,
+        "model": endpoint.model,
+        "base_url": format!("{}/v1", process::base_url(sandbox, endpoint)),
+        "api_key": endpoint.secret,
+        "session": endpoint.session.to_string(),
+        "max_turns": request.max_turns,
+        "context_tokens": request.context_tokens,
+        "output_tokens": request.max_tokens_per_turn,
+        "timeout": request.timeout.max(Duration::from_secs(1)).as_secs(),
+    })
 }
 
 /// Nothing here reaches the libraries of what the agent starts; see `setup/runtimes/python.sh`.

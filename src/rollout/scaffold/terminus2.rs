@@ -18,50 +18,16 @@
 //! about the summary in a conversation of its own, answers them, and begins anew with the first prompt, the
 //! questions and the answers.
 
-use super::python::PythonAgent;
-use super::{AgentRequest, AgentRun, RuntimeConfig, Scaffold, ScaffoldError};
-use crate::rollout::sandbox::{ReadOnlyMount, Sandbox};
-use async_trait::async_trait;
+use super::PythonAgent;
 
 /// The version that this scaffold was tested with.
 pub const VERSION: &str = "0.26.0";
 /// Tokens of its first request behind a task of one line, system prompt and tools included: [`VERSION`], Qwen3's
 /// tokenizer.
 pub const FIRST_REQUEST_TOKENS: u32 = 700;
-const AGENT: PythonAgent = PythonAgent {
+/// The agent, for [`PythonScaffold`](super::PythonScaffold).
+pub const AGENT: PythonAgent = PythonAgent {
     name: "terminus2",
-    pinned: VERSION,
+    version: VERSION,
     driver: include_str!("terminus2/driver.py"),
 };
-
-/// See the module.
-#[derive(Clone, Debug, Default)]
-pub struct Terminus2 {
-    runtime: RuntimeConfig,
-}
-
-impl Terminus2 {
-    /// A scaffold that uses this runtime.
-    pub fn new(runtime: RuntimeConfig) -> Self {
-        Self { runtime }
-    }
-}
-
-#[async_trait]
-impl Scaffold for Terminus2 {
-    fn name(&self) -> &'static str {
-        AGENT.name
-    }
-
-    fn check(&self) -> Result<(), ScaffoldError> {
-        AGENT.check(&self.runtime)
-    }
-
-    fn mounts(&self) -> Result<Vec<ReadOnlyMount>, ScaffoldError> {
-        AGENT.mounts(&self.runtime)
-    }
-
-    async fn run(&self, sandbox: &dyn Sandbox, request: AgentRequest) -> Result<AgentRun, ScaffoldError> {
-        AGENT.run(&self.runtime, sandbox, &request).await
-    }
-}

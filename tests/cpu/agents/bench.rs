@@ -8,9 +8,10 @@ use crate::support::{process_tree, root, skip};
 use async_trait::async_trait;
 use legorl::{
     base::{
-        CapturedSession, Engine, EngineEvent, EngineStatus, GenerateRequest, GroupId, Purpose, ReplicaId,
-        RequestId, SampledToken, SamplingParams, SessionEndpoint, SessionError, SessionHost, SessionId,
-        SessionSpec, TrialAssignment, TrialKey, WeightAck, WeightError, WeightTarget, WeightUpdate,
+        BranchKind, CapturedSession, Engine, EngineEvent, EngineStatus, GenerateRequest, GroupId, Purpose,
+        ReplicaId, RequestId, SampledToken, SamplingParams, SessionEndpoint, SessionError, SessionHost,
+        SessionId, SessionSpec, TrialAssignment, TrialKey, WeightAck, WeightError, WeightTarget,
+        WeightUpdate,
     },
     rollout::{
         sandbox::{ProcessBackend, ProcessBackendConfig},
@@ -210,6 +211,17 @@ impl Outcome {
         }
     }
 
+    /// The kinds of the session's branches.
+    pub fn kinds(&self) -> Vec<BranchKind> {
+        self.captured.branches.iter().map(|b| b.kind).collect()
+    }
+
+    /// The kinds of the session's branches, and whether each is trained on.
+    pub fn trained(&self) -> Vec<(BranchKind, bool)> {
+        let branches = self.captured.branches.iter();
+        branches.map(|b| (b.kind, b.trainable)).collect()
+    }
+
     /// A file of the trial's folder.
     pub fn file(&self, name: &str) -> String {
         std::fs::read_to_string(self.trial_dir.join(name)).unwrap_or_else(|e| format!("({name}: {e})"))
@@ -297,6 +309,11 @@ pub fn installed(scaffold: &dyn Scaffold, needed: bool) -> bool {
     );
     skip(&format!("the agent `{}`", scaffold.name()), &problem);
     false
+}
+
+/// The agent, where its runtime is there; see [`installed`].
+pub fn agent(scaffold: impl Scaffold + 'static, needed: bool) -> Option<Arc<dyn Scaffold>> {
+    installed(&scaffold, needed).then(|| Arc::new(scaffold) as Arc<dyn Scaffold>)
 }
 
 /// Runs a demo task with a scripted policy.

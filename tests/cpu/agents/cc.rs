@@ -1,21 +1,19 @@
 //! Claude Code.
 
 use super::{
-    bench::{installed, scripted, Limits},
-    check::check,
+    bench::{agent, scripted, Limits},
     script::{Markup, Turn},
-    stop,
+    solved, stop,
 };
 use legorl::{
     base::{BranchKind, StopReason},
-    rollout::scaffold::{Cc, CcConfig},
+    rollout::scaffold::{Cc, CcConfig, Scaffold},
 };
 use serde_json::json;
 use std::{collections::BTreeSet, sync::Arc};
 
-fn cc() -> Option<Arc<Cc>> {
-    let cc = Cc::new(CcConfig::default());
-    installed(&cc, true).then(|| Arc::new(cc))
+fn cc() -> Option<Arc<dyn Scaffold>> {
+    agent(Cc::new(CcConfig::default()), true)
 }
 
 #[test]
@@ -37,10 +35,8 @@ fn cc_solves_tasks_and_every_token_is_the_engines() {
             _ => Turn::says("The file is copied."),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
-    let kinds: Vec<_> = outcome.captured.branches.iter().map(|b| b.kind).collect();
-    assert_eq!(kinds, [BranchKind::Main], "{}", outcome.story());
+    solved(&outcome);
+    assert_eq!(outcome.kinds(), [BranchKind::Main], "{}", outcome.story());
 
     let outcome = scripted(
         "count-01",
@@ -56,8 +52,7 @@ fn cc_solves_tasks_and_every_token_is_the_engines() {
             _ => Turn::says("Eight lines."),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
 }
 
 /// Two sub-agents at once, one of which starts a third.
@@ -94,19 +89,13 @@ fn cc_sub_agents_are_branches_of_their_own() {
             }
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
     let marked = outcome
         .exchanges
         .iter()
         .filter(|e| e.header("x-claude-code-agent-id").is_some());
     assert_eq!(marked.count(), 5, "{}", outcome.story());
-    let mut kinds: Vec<_> = outcome
-        .captured
-        .branches
-        .iter()
-        .map(|b| (b.kind, b.trainable))
-        .collect();
+    let mut kinds = outcome.trained();
     kinds.sort();
     let sub = (BranchKind::SubAgent, true);
     assert_eq!(
@@ -144,12 +133,11 @@ fn cc_compaction_begins_a_branch() {
             json!({"command": format!("seq -s 7 10000 15500 | head -c {digits}")}),
         )
     });
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
     let refused: Vec<_> = outcome.exchanges.iter().filter(|e| e.status == 400).collect();
     assert!(!refused.is_empty() && refused[0].answer.contains("prompt is too long"));
     // How often it sums up depends on its own margins.
-    let kinds = outcome.captured.branches.iter().map(|b| (b.kind, b.trainable));
+    let kinds = outcome.trained().into_iter();
     let expected = [
         (BranchKind::Main, true),
         (BranchKind::Compaction, true),
@@ -236,8 +224,7 @@ fn cc_tidies_calls_and_the_conversation_stays_one() {
             _ => Turn::says("Done."),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
     let (kinds, turns): (Vec<_>, Vec<_>) = outcome
         .captured
         .branches

@@ -49,6 +49,12 @@ fn solution(task: &str) -> String {
     lines.join(" && ")
 }
 
+/// The verifier is content, and every token is the engine's.
+fn solved(outcome: &Outcome) {
+    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
+    check::check(outcome);
+}
+
 fn stop(outcome: &Outcome) -> StopReason {
     match &outcome.end {
         AttemptEnd::Finished(trajectory) => trajectory.outcome.stop,

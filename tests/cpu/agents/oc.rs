@@ -1,20 +1,19 @@
 //! OpenCode.
 
 use super::{
-    bench::{installed, scripted, Limits},
-    check::check,
+    bench::{agent, scripted, Limits},
     script::{Markup, Turn},
+    solved,
 };
 use legorl::{
     base::BranchKind,
-    rollout::scaffold::{Oc, OcConfig},
+    rollout::scaffold::{Oc, OcConfig, Scaffold},
 };
 use serde_json::json;
 use std::sync::Arc;
 
-fn oc() -> Option<Arc<Oc>> {
-    let oc = Oc::new(OcConfig::default());
-    installed(&oc, true).then(|| Arc::new(oc))
+fn oc() -> Option<Arc<dyn Scaffold>> {
+    agent(Oc::new(OcConfig::default()), true)
 }
 
 #[test]
@@ -39,10 +38,8 @@ fn oc_solves_tasks_and_every_token_is_the_engines() {
             _ => Turn::says("The file is copied."),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
-    let kinds: Vec<_> = outcome.captured.branches.iter().map(|b| b.kind).collect();
-    assert_eq!(kinds, [BranchKind::Main], "{}", outcome.story());
+    solved(&outcome);
+    assert_eq!(outcome.kinds(), [BranchKind::Main], "{}", outcome.story());
 
     let outcome = scripted(
         "count-01",
@@ -58,8 +55,7 @@ fn oc_solves_tasks_and_every_token_is_the_engines() {
             _ => Turn::says("Eight lines."),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
 }
 
 /// Two sub-agents at once.
@@ -93,14 +89,8 @@ fn oc_sub_agents_are_branches_of_their_own() {
             }
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
-    let mut kinds: Vec<_> = outcome
-        .captured
-        .branches
-        .iter()
-        .map(|b| (b.kind, b.trainable))
-        .collect();
+    solved(&outcome);
+    let mut kinds = outcome.trained();
     kinds.sort();
     let sub = (BranchKind::SubAgent, true);
     assert_eq!(kinds, [(BranchKind::Main, true), sub, sub], "{}", outcome.story());
@@ -131,16 +121,10 @@ fn oc_compaction_begins_a_branch() {
         let big = json!({"command": "seq -s 7 10000 15500 | head -c 29000", "description": "Count"});
         Turn::calls("bash", big.clone()).and("bash", big)
     });
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
     let refused: Vec<_> = outcome.exchanges.iter().filter(|e| e.status == 400).collect();
     assert!(!refused.is_empty() && refused[0].answer.contains("maximum context length"));
-    let kinds: Vec<_> = outcome
-        .captured
-        .branches
-        .iter()
-        .map(|b| (b.kind, b.trainable))
-        .collect();
+    let kinds = outcome.trained();
     let expected = [
         (BranchKind::Main, true),
         (BranchKind::Side, false),

@@ -1,21 +1,20 @@
 //! OpenHands, the full program.
 
 use super::{
-    bench::{installed, scripted, Limits},
-    check::check,
+    bench::{agent, scripted, Limits},
     script::{Asked, Markup, Turn},
+    solved,
 };
 use crate::support::long;
 use legorl::{
     base::BranchKind,
-    rollout::scaffold::{Oh, RuntimeConfig},
+    rollout::scaffold::{oh, PythonScaffold, RuntimeConfig, Scaffold},
 };
 use serde_json::json;
 use std::sync::Arc;
 
-fn oh() -> Option<Arc<Oh>> {
-    let agent = Oh::new(RuntimeConfig::default());
-    installed(&agent, long()).then(|| Arc::new(agent))
+fn oh() -> Option<Arc<dyn Scaffold>> {
+    agent(PythonScaffold::new(oh::AGENT, RuntimeConfig::default()), long())
 }
 
 #[test]
@@ -40,8 +39,7 @@ fn oh_solves_tasks_and_every_token_is_the_engines() {
             }
         };
         let outcome = scripted(task, agent.clone(), markup, &limits, script);
-        assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-        check(&outcome);
+        solved(&outcome);
         for branch in &outcome.captured.branches {
             let title = branch.kind == BranchKind::Side;
             assert!(title || branch.kind == BranchKind::Main, "{}", outcome.story());

@@ -1,22 +1,23 @@
 //! The OpenHands SDK.
 
 use super::{
-    bench::{installed, scripted, Limits},
-    check::check,
+    bench::{agent, scripted, Limits},
     script::{Asked, Markup, Turn},
-    stop,
+    solved, stop,
 };
 use crate::support::long;
 use legorl::{
     base::{BranchKind, StopReason},
-    rollout::scaffold::{Ohsdk, RuntimeConfig},
+    rollout::scaffold::{ohsdk, PythonScaffold, RuntimeConfig, Scaffold},
 };
 use serde_json::json;
 use std::sync::Arc;
 
-fn ohsdk() -> Option<Arc<Ohsdk>> {
-    let agent = Ohsdk::new(RuntimeConfig::default());
-    installed(&agent, long()).then(|| Arc::new(agent))
+fn ohsdk() -> Option<Arc<dyn Scaffold>> {
+    agent(
+        PythonScaffold::new(ohsdk::AGENT, RuntimeConfig::default()),
+        long(),
+    )
 }
 
 fn limits() -> Limits {
@@ -52,10 +53,8 @@ fn ohsdk_solves_tasks_and_every_token_is_the_engines() {
             _ => finish(),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
-    let kinds: Vec<_> = outcome.captured.branches.iter().map(|b| b.kind).collect();
-    assert_eq!(kinds, [BranchKind::Main], "{}", outcome.story());
+    solved(&outcome);
+    assert_eq!(outcome.kinds(), [BranchKind::Main], "{}", outcome.story());
 
     let outcome = scripted(
         "count-01",
@@ -74,8 +73,7 @@ fn ohsdk_solves_tasks_and_every_token_is_the_engines() {
             _ => Turn::says("Eight lines."),
         },
     );
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
+    solved(&outcome);
 }
 
 #[test]
@@ -101,14 +99,8 @@ fn ohsdk_sums_up_when_the_proxy_says_that_the_context_is_full() {
         ..limits()
     };
     let outcome = scripted("copy-01", agent, Markup::Hermes, &small, script);
-    assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-    check(&outcome);
-    let kinds: Vec<_> = outcome
-        .captured
-        .branches
-        .iter()
-        .map(|branch| (branch.kind, branch.trainable))
-        .collect();
+    solved(&outcome);
+    let kinds = outcome.trained();
     assert_eq!(
         kinds,
         [

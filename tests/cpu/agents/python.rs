@@ -4,7 +4,7 @@ use super::bench::installed;
 use crate::support::long;
 use legorl::rollout::{
     sandbox::{ExecSpec, ProcessBackend, ProcessBackendConfig, SandboxBackend, SandboxSpec},
-    scaffold::{Oh, Ohsdk, RuntimeConfig, Scaffold, Terminus2},
+    scaffold::{oh, ohsdk, terminus2, PythonScaffold, RuntimeConfig, Scaffold},
 };
 use std::{os::unix::fs::symlink, time::Duration};
 
@@ -21,19 +21,10 @@ assert all(path.startswith(sys.prefix) for path in sys.path if path), sys.path
 
 #[test]
 fn a_python_runtime_runs_in_a_root_that_holds_only_a_shell() {
-    let scaffolds: [(Box<dyn Scaffold>, &str); 3] = [
-        (
-            Box::new(Ohsdk::new(RuntimeConfig::default())),
-            "openhands.tools.preset.default",
-        ),
-        (
-            Box::new(Oh::new(RuntimeConfig::default())),
-            "openhands.app_server.config",
-        ),
-        (
-            Box::new(Terminus2::new(RuntimeConfig::default())),
-            "harbor.agents.terminus_2",
-        ),
+    let agents = [
+        (ohsdk::AGENT, "openhands.tools.preset.default"),
+        (oh::AGENT, "openhands.app_server.config"),
+        (terminus2::AGENT, "harbor.agents.terminus_2"),
     ];
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("root");
@@ -53,8 +44,9 @@ fn a_python_runtime_runs_in_a_root_that_holds_only_a_shell() {
         owner: "test".into(),
     });
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    for (scaffold, module) in &scaffolds {
-        if !installed(scaffold.as_ref(), long()) {
+    for (agent, module) in agents {
+        let scaffold = PythonScaffold::new(agent, RuntimeConfig::default());
+        if !installed(&scaffold, long()) {
             continue;
         }
         let mut spec = SandboxSpec::new(scaffold.name());

@@ -1,22 +1,24 @@
 //! Terminus 2, whose own record of token ids and log-probs is an independent witness of the capture.
 
 use super::{
-    bench::{installed, scripted, Limits, Outcome},
+    bench::{agent, scripted, Limits, Outcome},
     check::check,
     script::{Asked, Markup, Turn},
-    stop,
+    solved, stop,
 };
 use crate::support::long;
 use legorl::{
     base::{BranchKind, StopReason},
-    rollout::scaffold::{RuntimeConfig, Terminus2},
+    rollout::scaffold::{terminus2, PythonScaffold, RuntimeConfig, Scaffold},
 };
 use serde_json::{json, Value};
 use std::sync::Arc;
 
-fn terminus2() -> Option<Arc<Terminus2>> {
-    let agent = Terminus2::new(RuntimeConfig::default());
-    installed(&agent, long()).then(|| Arc::new(agent))
+fn terminus2() -> Option<Arc<dyn Scaffold>> {
+    agent(
+        PythonScaffold::new(terminus2::AGENT, RuntimeConfig::default()),
+        long(),
+    )
 }
 
 fn limits() -> Limits {
@@ -88,11 +90,9 @@ fn terminus2_solves_tasks_and_keeps_the_same_tokens() {
             _ => complete(),
         };
         let outcome = scripted(task, agent.clone(), Markup::Hermes, &limits(), script);
-        assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-        check(&outcome);
+        solved(&outcome);
         witness(&outcome);
-        let kinds: Vec<_> = outcome.captured.branches.iter().map(|b| b.kind).collect();
-        assert_eq!(kinds, [BranchKind::Main], "{}", outcome.story());
+        assert_eq!(outcome.kinds(), [BranchKind::Main], "{}", outcome.story());
         assert_eq!(outcome.captured.branches[0].turns, 4);
         assert!(outcome.file("agent/terminus_2.pane").contains("ls -R"));
     }
@@ -142,8 +142,7 @@ fn terminus2_hands_over_when_its_context_is_full() {
     ] {
         let small = Limits { context, ..limits() };
         let outcome = scripted("copy-01", agent.clone(), Markup::Hermes, &small, hand_over(noise));
-        assert_eq!(outcome.reward(), 1.0, "{}", outcome.story());
-        check(&outcome);
+        solved(&outcome);
         witness(&outcome);
         let mut kinds = Vec::new();
         for branch in &outcome.captured.branches {
