@@ -190,6 +190,9 @@ fn unusable_indexes_are_refused_by_file_and_row() {
         error
     };
     refused(&["No such file"]);
+    super::pipe(&file);
+    refused(&["a named pipe"]);
+    fs::remove_file(&file).unwrap();
     fs::write(&file, "not parquet at all").unwrap();
     assert!(matches!(refused(&["parquet"]), IndexError::Parquet { .. }));
 
