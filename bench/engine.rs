@@ -1,15 +1,16 @@
 //! Speed of the native engine on the CPU: decoding by batch size, prefill by prompt length.
 //!
 //! ```text
-//! cargo bench --bench engine [-- --threads N]
+//! cargo bench --bench engine [-- --threads N --model-type TYPE]
 //! ```
 //!
-//! The model has the size of the demo policy. `cpu ms` is processor time of all threads. Prompts are random, so nothing is shared between them.
+//! The model has the size of the demo policy; TYPE makes it the starting policy of a family (`qwen3_5_moe`). `cpu ms` is processor time of all threads. Prompts are random, so nothing is shared between them.
 
 use legorl::{
     base::{Engine, EngineEvent, GenerateRequest, PolicyVersion, RequestId, SamplingParams, SessionId},
     model::{hf::ModelConfig, net::Policy},
     serve::engine::native::{NativeEngine, NativeEngineConfig},
+    train::supervised::model_folder::model_config,
 };
 use std::{sync::Arc, time::Instant};
 use tokio::sync::mpsc::{unbounded_channel, UnboundedReceiver};
@@ -18,12 +19,17 @@ const VOCAB: usize = 1536;
 
 fn main() -> anyhow::Result<()> {
     let args: Vec<String> = std::env::args().collect();
-    let threads = match args.iter().position(|a| a == "--threads") {
-        Some(i) => args.get(i + 1).and_then(|n| n.parse().ok()).unwrap_or(2),
-        None => 2,
+    let value_of = |name: &str| args.iter().skip_while(|a| *a != name).nth(1);
+    let threads = value_of("--threads").map_or(Ok(2), |n| n.parse())?;
+    let model = match value_of("--model-type") {
+        Some(name) => model_config(name.parse().map_err(anyhow::Error::msg)?, VOCAB, &[])?,
+        None => ModelConfig::qwen3(VOCAB, 160, 480, 5, 4, 2, 32),
     };
-    let model = ModelConfig::qwen3(VOCAB, 160, 480, 5, 4, 2, 32);
-    println!("parameters {} threads {threads}", model.num_parameters());
+    println!(
+        "{}: parameters {} threads {threads}",
+        model.model_type.name(),
+        model.num_parameters()
+    );
     let policy = Policy::random(model, 1, tch::Device::Cpu);
     let config = NativeEngineConfig {
         max_num_seqs: 64,

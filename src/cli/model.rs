@@ -38,7 +38,7 @@ pub enum DeviceArg {
 /// Element type of the residual stream.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DtypeArg {
-    /// 32-bit float.
+    /// 32-bit float; 64-bit for families with a delta net.
     F32,
     /// bfloat16; norms, softmaxes and the delta rule stay f32.
     Bf16,
@@ -54,7 +54,7 @@ The output holds, for input_ids [B,T] (all rows have T tokens: none is padded) o
   topk [S,B*T,k] and topk_w: experts, most likely first, and their weights as they multiply the experts' outputs,
     so summing to 1 where norm_topk_prob says so (sparse families); row b*T+t is of token t of sequence b,
   greedy [B,8+N]: the first 8 tokens of each row and what follows them.
-Numbers are f32 (also with --dtype bf16), ids i64.")]
+Numbers are written as f32 (whatever was computed in), ids as i64.")]
 pub struct ModelRunArgs {
     /// Folder in Hugging Face layout
     pub folder: PathBuf,
@@ -70,7 +70,7 @@ pub struct ModelRunArgs {
     /// Where to compute
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: DeviceArg,
-    /// Element type of the residual stream
+    /// Element type of the residual stream; f32 is f64 for families with a delta net
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: DtypeArg,
     /// CPU threads; 0 takes the cores that the process may use
@@ -273,12 +273,10 @@ fn greedy(
     use crate::model::net::{greedy_without_cache, PlainTensor, PlainValues};
     let prompt = GREEDY_PROMPT.min(rows[0].len());
     let prompts: Vec<&[i64]> = rows.iter().map(|row| &row[..prompt]).collect();
-    // What the native engine does not compute (bf16 on the host, delta nets on a GPU) runs over the whole
-    // text for every token.
-    let engine_has_it = match args.device {
-        DeviceArg::Cpu => args.dtype == DtypeArg::F32,
-        DeviceArg::Cuda => !policy.config.model_type.is_hybrid(),
-    };
+    // What the native engine does not compute (attention families in bf16 on the host) runs over the whole text
+    // for every token.
+    let engine_has_it =
+        args.device == DeviceArg::Cuda || args.dtype == DtypeArg::F32 || policy.config.model_type.is_hybrid();
     let replies = if engine_has_it {
         engine_replies(policy, &prompts, args)?
     } else {

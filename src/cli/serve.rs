@@ -217,11 +217,12 @@ fn native(loaded: &mut Loaded) -> anyhow::Result<Arc<dyn Engine>> {
         settings, layered, ..
     } = loaded;
     let model = ModelConfig::from_dir(&settings.model.path)?;
-    let place = placement(settings, &model)?;
-    let on_host = place.engine == Device::Cpu;
+    let place = placement(settings)?;
+    let on_host = place.device == Device::Cpu;
     let needed = wiring::engine_config(settings, place).memory(&model);
-    // Weights come as stored and are laid out once more, in f32 or less.
-    let weights = model.num_parameters() as u64 * 8;
+    // Weights come as stored, in f32 or less, and are laid out once more.
+    let laid_out = place.compute.kind_for(&model).elt_size_in_bytes().max(4) as u64;
+    let weights = model.num_parameters() as u64 * (4 + laid_out);
     let (page, fixed_bytes, available) = if on_host {
         let page = needed.cache_page + needed.host_page;
         (page, weights + needed.states, memory::available())
@@ -229,10 +230,10 @@ fn native(loaded: &mut Loaded) -> anyhow::Result<Arc<dyn Engine>> {
         let free = machine::gpus()
             .into_iter()
             .map(|gpu| gpu.memory_bytes.saturating_sub(gpu.used_bytes));
-        (needed.cache_page, weights, free.min())
+        (needed.cache_page, weights + needed.states, free.min())
     };
     let bounds = serving::NativeBounds {
-        positions: model.max_position_embeddings as u64,
+        positions: model.context_tokens() as u64,
         token_bytes: page.div_ceil(16),
         fixed_bytes,
         available,

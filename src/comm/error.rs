@@ -73,6 +73,16 @@ pub enum CommError {
         /// Why.
         reason: String,
     },
+    /// The pieces of memory of an operation do not fit each other: a fault of this program.
+    #[error("rank {rank} cannot start phase `{phase}`: {problem}; please report it")]
+    Call {
+        /// This rank.
+        rank: u32,
+        /// Phase.
+        phase: String,
+        /// What does not fit.
+        problem: String,
+    },
     /// Something between the devices of the ranks.
     #[error("rank {rank}, phase `{phase}`: {problem}")]
     Device {

@@ -24,9 +24,12 @@
 //! `MPI_Init_thread` to `MPI_Finalize`.
 
 mod collective;
+mod collectives;
 mod error;
 mod group;
 pub mod inprocess;
+#[cfg(any(feature = "cuda", test))]
+mod late;
 mod launch;
 mod mailbox;
 #[cfg(feature = "mpi")]
@@ -36,8 +39,9 @@ mod nccl;
 #[cfg(test)]
 mod tests;
 
+pub use collectives::{Collectives, Element, Memory, Pending};
 pub use error::CommError;
-pub use group::{group, Collectives, Element, Memory, Pending};
+pub use group::group;
 pub use launch::{launch_world, local_rank, LaunchKind, World};
 pub use mailbox::{Inbox, InboxError};
 #[cfg(feature = "cuda")]
@@ -70,6 +74,11 @@ impl Tag {
     /// The `number`-th kind of [`group`] that a rank is in.
     pub const fn group(number: u16) -> Tag {
         Tag(16 + number)
+    }
+
+    /// What the ranks of that group tell each other about operations on their devices that take long.
+    pub const fn notes(number: u16) -> Tag {
+        Tag(Self::group(number).0 + 1024)
     }
 }
 

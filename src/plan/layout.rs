@@ -16,6 +16,9 @@ use crate::config::{
     Settings,
 };
 
+/// States of a delta net that the native engine reserves for a sequence: its own and two snapshots.
+const NATIVE_STATES: u64 = 3;
+
 /// Rows of logits that the native trainer holds at a time.
 const HEAD_ROWS: u64 = 2048;
 
@@ -76,19 +79,21 @@ fn compute_bytes(s: &Settings, gpu: bool) -> u64 {
 /// An engine replica's plan. The engine of this version reserves its whole cache at the start; one that
 /// takes what is left must at least hold one sequence.
 pub fn engine_plan(s: &Settings, gpu: bool) -> EnginePlan {
-    let (number_bytes, cache_tokens, sequences) = match s.run.model_engine {
+    let (number_bytes, cache_tokens, sequences, states) = match s.run.model_engine {
         ModelEngine::Fsdp | ModelEngine::Veomni => (
             if gpu { compute_bytes(s, gpu) } else { 4 },
             s.engine.kv_cache_tokens,
             u64::from(s.engine.max_num_seqs),
+            NATIVE_STATES,
         ),
-        ModelEngine::Megatron => (2, s.window_tokens(), 1),
+        ModelEngine::Megatron => (2, s.window_tokens(), 1, 1),
     };
     EnginePlan {
         tensor_parallel: u64::from(s.plan.gen_tp),
         number_bytes,
         cache_tokens,
         sequences,
+        states,
         gpu,
     }
 }

@@ -37,7 +37,12 @@ pub struct ModelShape {
     pub delta: Option<DeltaNet>,
     /// The output head is the embedding.
     pub tied: bool,
-    /// Longest sequence that the checkpoint was made for; `None` where the file does not say.
+    /// Biases on the projections of the attention.
+    pub attention_bias: bool,
+    /// Biases in the dense MLP.
+    pub mlp_bias: bool,
+    /// Longest sequence that the checkpoint can be used with, as its rotary frequencies are stretched; `None`
+    /// where the file does not say.
     pub max_positions: Option<u64>,
 }
 
@@ -136,7 +141,9 @@ impl ModelShape {
                 taps: keys.get("linear_conv_kernel_dim").unwrap_or(4),
             }),
             tied: keys.flag("tie_word_embeddings"),
-            max_positions: keys.get("max_position_embeddings"),
+            attention_bias: keys.flag("attention_bias"),
+            mlp_bias: keys.flag("mlp_bias"),
+            max_positions: keys.context_tokens(),
             model_type,
         })
     }
@@ -190,7 +197,15 @@ impl ModelShape {
         let query = self.heads * self.head_dim;
         let projections =
             query * if self.gated_attention { 3 } else { 2 } + 2 * self.kv_heads * self.head_dim;
-        projections * self.hidden + 2 * self.head_dim
+        let biases = match self.attention_bias {
+            true => projections - query + self.hidden,
+            false => 0,
+        };
+        let norms = match self.model_type.as_str() {
+            "llama" => 0,
+            _ => 2 * self.head_dim,
+        };
+        projections * self.hidden + biases + norms
     }
 
     fn delta_parameters(&self) -> u64 {
@@ -202,7 +217,11 @@ impl ModelShape {
     }
 
     fn dense_mlp_parameters(&self) -> u64 {
-        3 * self.hidden * self.intermediate
+        let biases = match self.mlp_bias {
+            true => 2 * self.intermediate + self.hidden,
+            false => 0,
+        };
+        3 * self.hidden * self.intermediate + biases
     }
 
     fn sparse_mlp_parameters(&self) -> u64 {
@@ -266,6 +285,31 @@ impl Keys<'_> {
     fn flag(&self, key: &str) -> bool {
         let at = |map: &Map<String, Value>| map.get(key).and_then(Value::as_bool);
         at(self.top).or_else(|| at(self.text)).unwrap_or(false)
+    }
+
+    /// Files state the window before `linear` and `yarn` stretched it (see `model::hf::Rope::context_tokens`).
+    fn context_tokens(&self) -> Option<u64> {
+        let positions = self.get("max_position_embeddings")?;
+        let objects = ["rope_scaling", "rope_parameters"];
+        let rope = objects
+            .iter()
+            .find_map(|key| self.text.get(*key).and_then(Value::as_object));
+        let Some(rope) = rope else {
+            return Some(positions);
+        };
+        let kind = ["rope_type", "type"].iter().find_map(|key| rope.get(*key));
+        let factor = rope.get("factor").and_then(Value::as_f64).unwrap_or(1.0);
+        let stretched = |tokens: u64| (tokens as f64 * factor) as u64;
+        Some(match kind.and_then(Value::as_str) {
+            Some("linear") => stretched(positions),
+            Some("yarn") => {
+                let key = "original_max_position_embeddings";
+                let beside = self.get(key);
+                let inside = rope.get(key).and_then(Value::as_u64);
+                positions.max(stretched(beside.or(inside).unwrap_or(positions)))
+            }
+            _ => positions,
+        })
     }
 
     fn model_type(&self) -> Option<String> {
@@ -347,6 +391,44 @@ pub(crate) mod tests {
         assert_eq!(billions(&large), 34.66, "the language model of Qwen3.5-35B-A3B");
         assert_eq!((large.attention_layers, large.sparse_layers), (10, 40));
         assert!(large.is_moe() && large.gated_attention && !large.tied);
+    }
+
+    /// The count of every committed checkpoint is that of its tensors, with biases, norms and experts.
+    #[test]
+    fn parameters_and_window_are_those_of_the_network() {
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/models");
+        let mut seen = 0;
+        for entry in std::fs::read_dir(models).unwrap() {
+            let dir = entry.unwrap().path();
+            if dir.is_dir() {
+                let shape = ModelShape::from_dir(&dir).unwrap();
+                let config = crate::model::hf::ModelConfig::from_dir(&dir).unwrap();
+                assert_eq!(
+                    shape.parameters(),
+                    config.num_parameters() as u64,
+                    "{}",
+                    dir.display()
+                );
+                assert_eq!(shape.max_positions, Some(config.context_tokens() as u64));
+                seen += 1;
+            }
+        }
+        assert!(seen >= 9);
+    }
+
+    #[test]
+    fn stretched_frequencies_stretch_the_window() {
+        let window = |rope: Value| {
+            let config = json!({"model_type": "qwen3", "vocab_size": 10, "hidden_size": 8,
+                "num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": 40960,
+                "rope_scaling": rope});
+            ModelShape::from_value(&config).unwrap().max_positions.unwrap()
+        };
+        assert_eq!(window(Value::Null), 40960);
+        let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+        assert_eq!(window(yarn), 131_072);
+        assert_eq!(window(json!({"rope_type": "linear", "factor": 2.0})), 81_920);
+        assert_eq!(window(json!({"rope_type": "llama3", "factor": 8.0})), 40960);
     }
 
     #[test]

@@ -4,7 +4,6 @@ use super::{placement::placement, stages, wiring::engine_config};
 use crate::{
     comm::Communicator,
     config::settings::Settings,
-    model::hf::ModelConfig,
     serve::engine::{native::NativeEngine, remote::EngineServer},
 };
 use anyhow::Context;
@@ -15,7 +14,7 @@ use tokio::runtime::Builder;
 /// head sends its own before the first trial.
 pub fn run(settings: &Settings, comm: Arc<dyn Communicator>) -> anyhow::Result<ExitCode> {
     let rank = comm.rank();
-    let place = placement(settings, &ModelConfig::from_dir(&settings.model.path)?)?;
+    let place = placement(settings)?;
     tracing::info!("{}", place.describe());
     let engine = NativeEngine::start(engine_config(settings, place), &settings.model.path)
         .with_context(|| format!("engine replica on rank {rank}"))?;

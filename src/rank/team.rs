@@ -81,7 +81,7 @@ pub fn mesh(
         ranks: ranks.to_vec(),
         sequence: settings.topology.sp_size,
         experts: settings.plan.ep_size,
-        device: match place.trainer {
+        device: match place.device {
             Device::Cuda(number) => Some(number),
             _ => None,
         },
@@ -228,7 +228,7 @@ pub fn follow(
         bail!("the first order of rank 0 is not to start: do all ranks run the same build?");
     };
     let model = ModelConfig::from_dir(&settings.model.path)?;
-    let place = placement(settings, &model)?;
+    let place = placement(settings)?;
     let replay = stages::replay(settings, &model)?;
     let mesh = mesh(settings, place, comm, trainers)?;
     let resume = checkpoint

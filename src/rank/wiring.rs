@@ -108,9 +108,9 @@ const GPU_BATCHED_TOKENS: usize = 8192;
 pub fn engine_config(settings: &Settings, place: Placement) -> NativeEngineConfig {
     let defaults = NativeEngineConfig::default();
     NativeEngineConfig {
-        device: place.engine,
+        device: place.device,
         compute: place.compute,
-        max_num_batched_tokens: match place.engine {
+        max_num_batched_tokens: match place.device {
             Device::Cpu => defaults.max_num_batched_tokens,
             _ => GPU_BATCHED_TOKENS,
         },
@@ -132,7 +132,7 @@ pub fn run_head(
 ) -> anyhow::Result<ExitCode> {
     let _locks = RunLocks::acquire(settings)?;
     let model = ModelConfig::from_dir(&settings.model.path)?;
-    let place = placement(settings, &model)?;
+    let place = placement(settings)?;
     let tasks = TaskIndexes {
         train: Arc::new(TaskIndex::open(&settings.data.train_files)?),
         val: settings
@@ -242,8 +242,8 @@ pub fn make_trainer(
     let path = &settings.model.path;
     let load = || {
         let policy = match &mesh {
-            None => Policy::load(path, place.trainer)?,
-            Some(mesh) => Policy::load_parts(path, place.trainer, |spec, t| mesh.share(&spec.name, &t))?,
+            None => Policy::load(path, place.device)?,
+            Some(mesh) => Policy::load_parts(path, place.device, |spec, t| mesh.share(&spec.name, &t))?,
         };
         Ok::<_, ModelError>(policy.with_compute_type(place.compute))
     };

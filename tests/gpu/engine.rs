@@ -1,6 +1,6 @@
 //! The native engine on the GPU: what it samples, and with which log-probabilities.
 
-use super::{fixture, gpu, ids};
+use super::{fixture, gpu, ids, FAMILIES};
 use legorl::{
     base::{Engine, EngineEvent, GenerateRequest, RequestId, SampledToken, SamplingParams, SessionId},
     model::net::{ComputeType, Device, PackedLayout, Policy},
@@ -8,8 +8,6 @@ use legorl::{
 };
 use tch::{no_grad, Kind, Tensor};
 use tokio::sync::mpsc::unbounded_channel;
-
-const FOLDERS: [&str; 4] = ["llama", "qwen3", "qwen3_untied_bias", "qwen3_moe"];
 
 /// Replies to five prompts of different lengths, which the engine computes together, in small chunks.
 fn replies(name: &str, device: Device, compute: ComputeType, temperature: f32) -> Vec<Vec<SampledToken>> {
@@ -57,7 +55,7 @@ fn replies(name: &str, device: Device, compute: ComputeType, temperature: f32) -
 #[test]
 fn f32_samples_what_the_host_samples() {
     let Some(device) = gpu() else { return };
-    for name in FOLDERS {
+    for name in FAMILIES {
         for temperature in [0.0, 1.0] {
             let host = replies(name, Device::Cpu, ComputeType::F32, temperature);
             let there = replies(name, device, ComputeType::F32, temperature);
@@ -79,7 +77,7 @@ fn f32_samples_what_the_host_samples() {
 #[test]
 fn bf16_reports_the_trainers_log_probabilities() {
     let Some(device) = gpu() else { return };
-    for name in FOLDERS {
+    for name in FAMILIES {
         let policy = Policy::load(&fixture(name), device)
             .unwrap()
             .with_compute_type(ComputeType::Bf16);

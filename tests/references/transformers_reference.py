@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """The independent side of two tests: transformers and PyTorch do what our trainer does.
 
-    transformers_reference.py logits FOLDER IDS OUT.safetensors
-    transformers_reference.py train  FOLDER DATA.json OUT.json
+    transformers_reference.py logits f32|f64 FOLDER IDS OUT.safetensors
+    transformers_reference.py train  f32|f64 FOLDER DATA.json OUT.json
+
+Arithmetic is f32, or f64 without exception: transformers itself turns norms, softmaxes, rotary angles and the delta
+rule into f32, so that here the name means f64. Parameters, gradients and moments of `train` are f32 in both.
 
 `logits` loads FOLDER strictly (nothing missing, nothing unexpected but draft layers) and writes the logits of one
-text, a comma-separated list of token ids.
+text, a comma-separated list of token ids, in the element type of the arithmetic.
 
 `train` makes DATA's number of optimizer steps on its fixed trials, one unpacked sequence at a time, and writes loss,
 entropy and gradient norm of every step. All formulas are written down here from their papers: group-relative
@@ -24,26 +27,42 @@ import transformers
 torch.set_num_threads(1)
 
 
-def load(folder):
+SINGLE = torch.float32
+
+
+def load(folder, dtype):
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0])
     model, info = kind.from_pretrained(
-        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+        folder, output_loading_info=True, dtype=SINGLE, attn_implementation="eager", experts_implementation="eager"
     )
     unexpected = [key for key in info["unexpected_keys"] if not key.startswith("mtp.")]
     assert not (unexpected or info["missing_keys"] or info["mismatched_keys"]), info
+    if dtype == "f64":
+        compute_in_double(model)
     return model
+
+
+def compute_in_double(model):
+    """From here on what transformers calls f32 is f64. Only for a model that is loaded."""
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    model.double()
+    for module in model.modules():
+        if hasattr(module, "inv_freq") and hasattr(module, "config"):
+            # Frequencies again, which were rounded.
+            module.__init__(module.config)
 
 
 def logits_of(model, ids):
     return model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def logits(folder, ids, out):
+def logits(dtype, folder, ids, out):
     from safetensors.torch import save_file
 
     with torch.no_grad():
-        result = logits_of(load(folder), [int(i) for i in ids.split(",")])
+        result = logits_of(load(folder, dtype), [int(i) for i in ids.split(",")])
     save_file({"logits": result.contiguous()}, out)
 
 
@@ -67,15 +86,17 @@ def surrogate(ratio, advantage, low, high, dual):
     return torch.minimum(loss, torch.full_like(loss, -advantage * dual)) if advantage < 0 else loss
 
 
-def train(folder, data, out):
+def train(dtype, folder, data, out):
     with open(data) as file:
         data = json.load(file)
     settings = data["settings"]
-    model = load(folder).train()
+    model = load(folder, dtype).train()
     reference = copy.deepcopy(model).eval()
-    named = [(name, p) for name, p in model.named_parameters() if "visual" not in name]
-    matrices = [p for _, p in named if p.dim() >= 2]
-    vectors = [p for _, p in named if p.dim() < 2]
+    parameters = [p for name, p in model.named_parameters() if "visual" not in name]
+    # What the optimizer sees: f32, whatever the model computes in.
+    masters = [p.detach().to(SINGLE).requires_grad_() for p in parameters]
+    matrices = [p for p in masters if p.dim() >= 2]
+    vectors = [p for p in masters if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
         lr=settings["lr"], betas=(0.9, 0.999), eps=1e-8,
@@ -90,7 +111,7 @@ def train(folder, data, out):
                 total += sequence["weight"]
     curves = {"loss": [], "entropy": [], "grad_norm": []}
     for _ in range(settings["steps"]):
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss_sum = entropy_sum = 0.0
         for sequence, advantage, kept in members:
             share = sequence["weight"] / total
@@ -104,8 +125,13 @@ def train(folder, data, out):
             loss.backward()
             loss_sum += loss.item()
             entropy_sum += share * entropies.mean().item()
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], settings["max_grad_norm"])
+        for master, parameter in zip(masters, parameters):
+            master.grad = parameter.grad.to(SINGLE)
+        norm = torch.nn.utils.clip_grad_norm_(masters, settings["max_grad_norm"])
         optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters):
+                parameter.copy_(master)
         for key, value in (("loss", loss_sum), ("entropy", entropy_sum), ("grad_norm", norm.item())):
             curves[key].append(value)
     with open(out, "w") as file:

@@ -195,6 +195,8 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// Biases on the q, k, v and o projections.
     pub attention_bias: bool,
+    /// Biases on the gate, up and down projections of `llama`.
+    pub mlp_bias: bool,
     /// The output head is the embedding; `lm_head.weight` is absent from the checkpoint.
     pub tie_word_embeddings: bool,
     /// Delta net of the hybrid families.
@@ -246,6 +248,7 @@ impl ModelConfig {
                 scaling: None,
             },
             attention_bias: false,
+            mlp_bias: false,
             tie_word_embeddings: true,
             linear_attention: None,
             experts: None,
@@ -352,7 +355,17 @@ impl ModelConfig {
             rope.insert("rope_theta".into(), json!(self.rope.theta));
         } else {
             map.insert("rope_theta".into(), json!(self.rope.theta));
+            // A config that was read has it already.
+            let is_there = map.get("rope_scaling").is_some_and(|v| !v.is_null());
+            if let Some(scaling) = self.rope.scaling.filter(|_| !is_there) {
+                map.insert("rope_scaling".into(), scaling.to_value());
+            }
         }
+    }
+
+    /// Tokens of the longest context that the checkpoint can be used with ([`Rope::context_tokens`]).
+    pub fn context_tokens(&self) -> usize {
+        self.rope.context_tokens(self.max_position_embeddings)
     }
 
     /// Trainable numbers, the head counted once when tied.
@@ -404,11 +417,12 @@ fn read(
         },
         num_hidden_layers: layers.len(),
         num_attention_heads,
-        num_key_value_heads: keys.size_or("num_key_value_heads", num_attention_heads)?,
+        num_key_value_heads: key_value_heads(keys, model_type, num_attention_heads)?,
         head_dim,
         rms_norm_eps: keys.number_or("rms_norm_eps", 1e-6)?,
-        rope: Rope::read(keys, head_dim, if model_type.is_hybrid() { 0.25 } else { 1.0 })?,
+        rope: Rope::read(keys, head_dim, model_type.is_hybrid().then_some(0.25))?,
         attention_bias: keys.flag_or("attention_bias", false)?,
+        mlp_bias: model_type == ModelType::Llama && keys.flag_or("mlp_bias", false)?,
         tie_word_embeddings: top.flag_or("tie_word_embeddings", false)?,
         linear_attention: model_type
             .is_hybrid()
@@ -432,6 +446,19 @@ fn read(
         return Err(keys.bad("num_key_value_heads", problem));
     }
     Ok(config)
+}
+
+/// Where the key is left out, the family's default; null stands for as many as query heads.
+fn key_value_heads(keys: &Keys<'_>, model_type: ModelType, query_heads: usize) -> Result<usize, ModelError> {
+    let key = "num_key_value_heads";
+    let default = match model_type {
+        _ if keys.map.contains_key(key) => query_heads,
+        ModelType::Llama => query_heads,
+        ModelType::Qwen3 => 32,
+        ModelType::Qwen3Moe | ModelType::Qwen3_5 => 4,
+        ModelType::Qwen3Next | ModelType::Qwen3_5Moe => 2,
+    };
+    keys.size_or(key, default)
 }
 
 fn add_ids(ids: &mut Vec<u32>, more: Vec<u32>) {

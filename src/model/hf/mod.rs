@@ -25,6 +25,8 @@ mod keys;
 mod layers;
 mod refuse;
 mod rope;
+#[cfg(test)]
+mod rope_tests;
 mod save;
 mod table;
 #[cfg(test)]
@@ -37,6 +39,6 @@ pub use error::ModelError;
 pub use experts::released_layout;
 pub use export::{export_folder, stored_layout, ExportReport};
 pub use folder::{Checkpoint, StoredDType, StoredTensor};
-pub use rope::{LongContext, Rope};
+pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
 pub use save::{save_folder, save_folder_sharded, AUXILIARY_FILES, MAX_SHARD_BYTES};
 pub use table::TensorSpec;

@@ -18,8 +18,8 @@ pub(super) fn unsupported(top: &Keys<'_>, keys: &Keys<'_>, model_type: ModelType
             ));
         }
     }
-    if keys.flag_or("mlp_bias", false)? {
-        return Err(keys.bad("mlp_bias", "biases in the MLP are not supported"));
+    if model_type != ModelType::Llama && keys.flag_or("mlp_bias", false)? {
+        return Err(keys.bad("mlp_bias", "only llama has biases in its MLP"));
     }
     if !keys.flag_or("attn_output_gate", true)? && model_type.is_hybrid() {
         return Err(keys.bad(

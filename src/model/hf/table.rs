@@ -91,7 +91,7 @@ impl ModelConfig {
         }
         t.add("post_attention_layernorm.weight", &[self.hidden_size]);
         match kind.mlp {
-            MlpKind::Dense => self.mlp(&mut t, "mlp", self.intermediate_size),
+            MlpKind::Dense => self.mlp(&mut t, "mlp", self.intermediate_size, self.mlp_bias),
             MlpKind::Sparse => self.sparse_mlp(&mut t),
         }
         t.table
@@ -138,11 +138,14 @@ impl ModelConfig {
         t.add("linear_attn.out_proj.weight", &[h, c.value_dim()]);
     }
 
-    fn mlp(&self, t: &mut Layer, module: &str, inner: usize) {
+    fn mlp(&self, t: &mut Layer, module: &str, inner: usize, bias: bool) {
         let h = self.hidden_size;
-        t.add(&format!("{module}.gate_proj.weight"), &[inner, h]);
-        t.add(&format!("{module}.up_proj.weight"), &[inner, h]);
-        t.add(&format!("{module}.down_proj.weight"), &[h, inner]);
+        for (name, out, input) in [("gate", inner, h), ("up", inner, h), ("down", h, inner)] {
+            t.add(&format!("{module}.{name}_proj.weight"), &[out, input]);
+            if bias {
+                t.add(&format!("{module}.{name}_proj.bias"), &[out]);
+            }
+        }
     }
 
     fn sparse_mlp(&self, t: &mut Layer) {
@@ -154,7 +157,7 @@ impl ModelConfig {
         t.add("mlp.experts.gate_up_proj", &[e, 2 * i, h]);
         t.add("mlp.experts.down_proj", &[e, h, i]);
         if let Some(shared) = c.shared_intermediate_size {
-            self.mlp(t, "mlp.shared_expert", shared);
+            self.mlp(t, "mlp.shared_expert", shared, false);
             t.add("mlp.shared_expert_gate.weight", &[1, h]);
         }
     }

@@ -80,7 +80,6 @@ fn refuses_what_it_would_compute_wrongly() {
     };
     assert!(with("model_type", json!("mamba")).contains("`mamba` is not supported"));
     assert!(with("hidden_act", json!("gelu")).contains("`hidden_act`"));
-    assert!(with("rope_scaling", json!({"type": "yarn", "factor": 4.0})).contains("`yarn`"));
     assert!(with("quantization_config", json!({"quant_method": "fp8"})).contains("quantised"));
     assert!(with("num_key_value_heads", json!(3)).contains("does not divide"));
     assert!(with("hidden_size", Value::Null).contains("`hidden_size`: is missing"));

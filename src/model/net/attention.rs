@@ -85,7 +85,7 @@ impl Attention {
             Some((q_norm, k_norm)) => (q_norm.apply(q), k_norm.apply(k)),
             None => (q.shallow_clone(), k.shallow_clone()),
         };
-        let (cos, sin) = layout.rope(&self.rope);
+        let (cos, sin) = layout.rope(&self.rope, q.kind());
         let (q, k) = (rotate(&q, &cos, &sin), rotate(&k, &cos, &sin));
         packed_attention(&q, &k, v, layout)
     }

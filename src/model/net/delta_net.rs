@@ -3,14 +3,15 @@
 //! ```text
 //! m = [q|k|v](h), z, b, a                       projections
 //! m_t = silu( Σ_j w_j ∘ m_{t-(K-1)+j} )         causal depthwise convolution, zeros before the segment
-//! β = σ(b);   g = −e^{A_log}·softplus(a + dt_bias)      f32
-//! o = gated delta rule(q, k, v, g, β)                   f32, heads of q and k have length 1
+//! β = σ(b);   g = −e^{A_log}·softplus(a + dt_bias)      g at least f32
+//! o = gated delta rule(q, k, v, g, β)                   at least f32, heads of q and k have length 1
 //! y = ( norm(o)·w·silu(z) )·Woutᵀ
 //! ```
 
 use super::{
-    delta_rule::gated_delta_rule,
+    delta_rule::{gated_delta_rule, gated_delta_rule_over_pieces},
     exchange::{enough_heads, heads_to_tokens, tokens_to_heads},
+    layout::TapRows,
     norm::gated_norm,
     parameters::{Parameters, Projection},
     precision::wide,
@@ -136,23 +137,38 @@ impl DeltaNet {
         self.out.apply(&y.reshape([tokens, value_dim]))
     }
 
-    /// All tokens of some heads: convolution and delta rule. `[T, Hv*dv]` of these heads, f32.
+    /// All tokens of some heads: convolution and delta rule. `[T, Hv*dv]` of these heads, at least f32.
     fn mix(&self, projected: &Projected, share: &Share, layout: &PackedLayout) -> Tensor {
         let s = &self.sizes;
         let tokens = projected.mixed.size()[0];
-        let mixed = convolve(&projected.mixed, &share.conv, layout).silu();
-        let parts = mixed.split_with_sizes(share.widths, -1);
+        let mut before = layout.memory().map(|memory| memory.recall());
+        let mixed = match &mut before {
+            None => convolve(&projected.mixed, &share.conv, layout),
+            Some(before) => {
+                let rows = layout.tap_rows(share.conv.size()[2]);
+                convolve_pieces(&projected.mixed, &share.conv, rows, &mut before.inputs)
+            }
+        };
+        let parts = mixed.silu().split_with_sizes(share.widths, -1);
         let heads = |t: &Tensor, width: usize| t.reshape([tokens, -1, width as i64]);
         let beta = projected.b.sigmoid();
-        let g = -wide(&share.a_log).exp() * (wide(&projected.a) + wide(&share.dt_bias)).softplus();
-        let o = gated_delta_rule(
-            &heads(&parts[0], s.key_head_dim),
-            &heads(&parts[1], s.key_head_dim),
-            &heads(&parts[2], s.value_head_dim),
-            &g,
-            &beta,
-            layout.chunk_grid(),
+        let a = wide(&projected.a);
+        let (a_log, dt_bias) = (share.a_log.to_kind(a.kind()), share.dt_bias.to_kind(a.kind()));
+        let g = -a_log.exp() * (a + dt_bias).softplus();
+        let (q, k, v) = (
+            heads(&parts[0], s.key_head_dim),
+            heads(&parts[1], s.key_head_dim),
+            heads(&parts[2], s.value_head_dim),
         );
+        let o = match (layout.memory(), before) {
+            (Some(memory), Some(mut kept)) => {
+                let grid = layout.piece_grid();
+                let o = gated_delta_rule_over_pieces(&q, &k, &v, &g, &beta, grid, &mut kept.state);
+                memory.keep(kept);
+                o
+            }
+            _ => gated_delta_rule(&q, &k, &v, &g, &beta, layout.chunk_grid()),
+        };
         o.reshape([tokens, -1])
     }
 
@@ -264,4 +280,69 @@ fn convolve(x: &Tensor, weight: &Tensor, layout: &PackedLayout) -> Tensor {
         y = &y + shifted * inside * weight.select(2, taps - 1 - back).view([1, -1]);
     }
     y
+}
+
+/// The same over pieces of texts, behind `kept [pieces,K-1,channels]`, which moves on to the ends of the pieces.
+fn convolve_pieces(x: &Tensor, weight: &Tensor, rows: &TapRows, kept: &mut Tensor) -> Tensor {
+    let weight = weight.to_kind(x.kind());
+    let taps = weight.size()[2];
+    let all = Tensor::cat(&[&kept.flatten(0, 1), x], 0);
+    let mut y = x * weight.select(2, taps - 1).view([1, -1]);
+    for (back, rows) in (1..).zip(&rows.back) {
+        y += all.index_select(0, rows) * weight.select(2, taps - 1 - back).view([1, -1]);
+    }
+    *kept = all.index_select(0, &rows.kept).view_as(kept);
+    y
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    #[test]
+    fn a_convolution_over_pieces_is_that_over_the_whole() {
+        for taps in [1i64, 2, 4] {
+            let (channels, lengths) = (3i64, [9usize, 5]);
+            let wave = |n: i64, phase: f64| {
+                let steps = Tensor::arange(n, (Kind::Double, Device::Cpu));
+                (steps * 1.7 + phase).sin()
+            };
+            let x = wave(14 * channels, 0.3).view([14, channels]);
+            let weight = wave(channels * taps, 0.9).view([channels, 1, taps]);
+            let want = convolve(&x, &weight, &PackedLayout::new(&lengths, Device::Cpu));
+            let starts = [0, 9];
+            // Pieces shorter than the taps, of one text and of both.
+            let rounds: [&[(usize, i64)]; 5] = [
+                &[(0, 1)],
+                &[(1, 2), (0, 4)],
+                &[(1, 1), (0, 1)],
+                &[(0, 2)],
+                &[(1, 2), (0, 1)],
+            ];
+            let mut kept = Tensor::zeros([2, taps - 1, channels], (Kind::Double, Device::Cpu));
+            let mut done = [0, 0];
+            for round in rounds {
+                let mut rows = Vec::new();
+                let mut pieces = Vec::new();
+                for (text, length) in round {
+                    let from = starts[*text] + done[*text];
+                    pieces.push(rows.len() as i64..rows.len() as i64 + length);
+                    rows.extend(from..from + length);
+                    done[*text] += length;
+                }
+                let texts: Vec<i64> = round.iter().map(|(text, _)| *text as i64).collect();
+                let (rows, texts) = (Tensor::from_slice(&rows), Tensor::from_slice(&texts));
+                let taps = TapRows::new(pieces.into_iter(), taps, Device::Cpu);
+                let mut here = kept.index_select(0, &texts);
+                let y = convolve_pieces(&x.index_select(0, &rows), &weight, &taps, &mut here);
+                let _ = kept.index_copy_(0, &texts, &here);
+                assert!(
+                    y.allclose(&want.index_select(0, &rows), 1e-15, 1e-15, false),
+                    "{round:?}"
+                );
+            }
+            assert_eq!(done, [9, 5]);
+        }
+    }
 }

@@ -21,6 +21,10 @@
 //!
 //! The last three lines run from chunk to chunk, for all segments side by side. A chunk that is not full
 //! is padded with zeros, which leave the state alone. Everything here is f32 (f64 for an f64 network).
+//!
+//! A text that is computed piece by piece goes on from the state behind the piece before: pieces of one token
+//! by the recurrence, all of them in one operation; longer ones by the chunked rule, whose first S is then not
+//! zero.
 
 use super::precision::wide;
 use std::ops::Range;
@@ -43,12 +47,16 @@ pub(super) struct ChunkGrid {
     places: Tensor,
     /// `[T]`: the place of every token.
     tokens: Tensor,
+    /// `[segments that are not empty]`: the segment of every first chunk.
+    order: Tensor,
 }
 
 impl ChunkGrid {
     pub(super) fn new(segments: impl Iterator<Item = Range<i64>>, device: Device) -> Self {
-        let mut segments: Vec<Range<i64>> = segments.filter(|s| !s.is_empty()).collect();
-        segments.sort_by_key(|s| std::cmp::Reverse(s.end - s.start));
+        let numbered = (0..).zip(segments).filter(|(_, s)| !s.is_empty());
+        let mut numbered: Vec<(i64, Range<i64>)> = numbered.collect();
+        numbered.sort_by_key(|(_, s)| std::cmp::Reverse(s.end - s.start));
+        let (order, segments): (Vec<i64>, Vec<Range<i64>>) = numbered.into_iter().unzip();
         let longest = segments.first().map_or(1, |s| s.end - s.start);
         let total: i64 = segments.iter().map(|s| s.end - s.start).sum();
         let chunk = CHUNK.min(longest);
@@ -79,6 +87,7 @@ impl ChunkGrid {
             active,
             places: tensor(&places),
             tokens: tensor(&tokens),
+            order: tensor(&order),
         }
     }
 
@@ -102,6 +111,69 @@ impl ChunkGrid {
     }
 }
 
+/// How the pieces of a row are gone through: the first ones have one token each, the rest any number.
+pub(super) struct PieceGrid {
+    singles: i64,
+    rest: Option<ChunkGrid>,
+}
+
+impl PieceGrid {
+    pub(super) fn new(pieces: impl Iterator<Item = Range<i64>>, device: Device) -> Self {
+        let pieces: Vec<Range<i64>> = pieces.collect();
+        let singles = pieces.iter().take_while(|p| p.end - p.start == 1).count();
+        let shift = singles as i64;
+        let rest = pieces[singles..].iter().map(|p| p.start - shift..p.end - shift);
+        Self {
+            singles: shift,
+            rest: (singles < pieces.len()).then(|| ChunkGrid::new(rest, device)),
+        }
+    }
+}
+
+/// What the rule reads of tokens: `q`, `k [T,Hv,dk]` of their lengths, `v [T,Hv,dv]`, `g` and `beta [T,Hv]`.
+struct RuleInputs {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+}
+
+impl RuleInputs {
+    fn new(q: &Tensor, k: &Tensor, v: &Tensor, g: &Tensor, beta: &Tensor) -> Self {
+        let groups = v.size()[1] / q.size()[1];
+        let scale = (q.size()[2] as f64).powf(-0.5);
+        let normalised = |x: &Tensor| {
+            let x = wide(x);
+            let norm = ((&x * &x).sum_dim_intlist(-1, true, None::<Kind>) + L2_EPS).rsqrt();
+            let x = x * norm;
+            if groups == 1 {
+                x
+            } else {
+                x.repeat_interleave_self_int(groups, 1, None)
+            }
+        };
+        Self {
+            q: normalised(q) * scale,
+            k: normalised(k),
+            v: wide(v),
+            g: g.shallow_clone(),
+            beta: wide(beta),
+        }
+    }
+
+    fn narrow(&self, start: i64, count: i64) -> Self {
+        let part = |x: &Tensor| x.narrow(0, start, count);
+        Self {
+            q: part(&self.q),
+            k: part(&self.k),
+            v: part(&self.v),
+            g: part(&self.g),
+            beta: part(&self.beta),
+        }
+    }
+}
+
 /// `q`, `k` `[T,Hk,dk]` not yet normalised, `v [T,Hv,dv]`, `g` (log of the decay, ≤ 0) and `beta`
 /// `[T,Hv]` → `[T,Hv,dv]`. Key head i serves the value heads `i·Hv/Hk …`.
 pub(super) fn gated_delta_rule(
@@ -112,19 +184,52 @@ pub(super) fn gated_delta_rule(
     beta: &Tensor,
     grid: &ChunkGrid,
 ) -> Tensor {
-    let groups = v.size()[1] / q.size()[1];
-    let scale = (q.size()[2] as f64).powf(-0.5);
-    let normalised = |x: &Tensor| {
-        let x = wide(x);
-        let norm = ((&x * &x).sum_dim_intlist(-1, true, None::<Kind>) + L2_EPS).rsqrt();
-        (x * norm).repeat_interleave_self_int(groups, 1, None)
+    chunked(&RuleInputs::new(q, k, v, g, beta), grid, None)
+}
+
+/// The same over pieces of texts. `state [pieces,Hv,dk,dv]` is that before the pieces and becomes that behind
+/// them.
+pub(super) fn gated_delta_rule_over_pieces(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    g: &Tensor,
+    beta: &Tensor,
+    grid: &PieceGrid,
+    state: &mut Tensor,
+) -> Tensor {
+    let inputs = RuleInputs::new(q, k, v, g, beta);
+    let Some(rest) = &grid.rest else {
+        return recurrent(&inputs, state);
     };
-    let q = grid.spread(&(normalised(q) * scale));
-    let k = grid.spread(&normalised(k));
-    let v = grid.spread(&wide(v));
-    let beta = grid.spread(&wide(beta)).unsqueeze(-1);
+    if grid.singles == 0 {
+        return chunked(&inputs, rest, Some(state));
+    }
+    let (tokens, pieces) = (inputs.v.size()[0], state.size()[0]);
+    let mut part = state.narrow(0, 0, grid.singles);
+    let singles = recurrent(&inputs.narrow(0, grid.singles), &mut part);
+    part = state.narrow(0, grid.singles, pieces - grid.singles);
+    let inputs = inputs.narrow(grid.singles, tokens - grid.singles);
+    Tensor::cat(&[singles, chunked(&inputs, rest, Some(&mut part))], 0)
+}
+
+/// One token of every sequence: `[n,Hv,dv]`; `state [n,Hv,dk,dv]` is overwritten.
+fn recurrent(x: &RuleInputs, state: &mut Tensor) -> Tensor {
+    let row = |t: &Tensor| t.unsqueeze(-2);
+    let _ = state.g_mul_(&x.g.exp().unsqueeze(-1).unsqueeze(-1));
+    let read = row(&x.k).matmul(state).squeeze_dim(-2);
+    let update = (&x.v - read) * x.beta.unsqueeze(-1);
+    let _ = state.addcmul_(&x.k.unsqueeze(-1), &row(&update));
+    row(&x.q).matmul(state).squeeze_dim(-2)
+}
+
+/// The chunked rule: `[T,Hv,dv]`. A state `[segments,Hv,dk,dv]` is overwritten with that behind the segments;
+/// without one it is zero before them.
+fn chunked(x: &RuleInputs, grid: &ChunkGrid, kept: Option<&mut Tensor>) -> Tensor {
+    let (q, k, v) = (grid.spread(&x.q), grid.spread(&x.k), grid.spread(&x.v));
+    let beta = grid.spread(&x.beta).unsqueeze(-1);
     // [chunks,Hv,C]
-    let sums = grid.spread(g).cumsum(-1, None::<Kind>);
+    let sums = grid.spread(&x.g).cumsum(-1, None::<Kind>);
 
     let c = grid.chunk;
     let ones = Tensor::ones([c, c], (Kind::Bool, v.device()));
@@ -149,10 +254,12 @@ pub(super) fn gated_delta_rule(
     let cut = |t: &Tensor| t.split_with_sizes(&grid.active[..], 0);
     let (u, y, inner) = (cut(&parts[0]), cut(&parts[1]), cut(&inner));
     let (queries, updates, whole) = (cut(&queries), cut(&updates), cut(&whole));
-    let mut state: Option<Tensor> = None;
+    let mut state = kept.as_ref().map(|kept| kept.index_select(0, &grid.order));
     let mut outputs = Vec::with_capacity(grid.active.len());
+    // States behind the segments, the longest segments last.
+    let mut ended = Vec::new();
     for (j, &count) in grid.active.iter().enumerate() {
-        let last = j + 1 == grid.active.len();
+        let next = grid.active.get(j + 1).copied().unwrap_or(0);
         let (new, output) = match state.take().map(|s| s.narrow(0, 0, count)) {
             // The state of a first chunk is zero.
             None => {
@@ -167,7 +274,14 @@ pub(super) fn gated_delta_rule(
             }
         };
         outputs.extend(output);
-        state = (!last).then_some(new);
+        if kept.is_some() && next < count {
+            ended.push(new.narrow(0, next, count - next));
+        }
+        state = (next > 0).then_some(new);
+    }
+    if let Some(kept) = kept {
+        ended.reverse();
+        let _ = kept.index_copy_(0, &grid.order, &Tensor::cat(&ended, 0));
     }
     grid.gather(&Tensor::cat(&outputs, 0))
 }

@@ -1,6 +1,6 @@
 //! The chunked rule against its recurrence, written token by token in f64.
 
-use super::delta_rule::{gated_delta_rule, ChunkGrid};
+use super::delta_rule::{gated_delta_rule, gated_delta_rule_over_pieces, ChunkGrid, PieceGrid};
 use tch::{no_grad, Device, Kind, Tensor};
 
 const KEY_HEADS: i64 = 2;
@@ -106,4 +106,81 @@ fn gradients_are_those_of_the_recurrence() {
         let gap = (ours - want).norm().double_value(&[]) / want.norm().double_value(&[]);
         assert!(gap < 1e-10, "{name}: {gap}");
     }
+}
+
+/// Three texts in rounds of pieces, as an engine computes them: every cut of `cuts` is one text's pieces.
+fn in_pieces(x: &Inputs, cuts: &[Vec<i64>]) -> Tensor {
+    let starts: Vec<i64> = cuts
+        .iter()
+        .scan(0, |at, pieces| {
+            let start = *at;
+            *at += pieces.iter().sum::<i64>();
+            Some(start)
+        })
+        .collect();
+    let (g, beta) = (-x.g.abs() - 0.01, x.beta.sigmoid());
+    let mut state = Tensor::zeros(
+        [cuts.len() as i64, VALUE_HEADS, KEY_DIM, VALUE_DIM],
+        (x.v.kind(), Device::Cpu),
+    );
+    let mut output = x.v.zeros_like();
+    let mut done = vec![0; cuts.len()];
+    for round in 0..cuts.iter().map(Vec::len).max().unwrap() {
+        // Pieces of one token first; texts that have ended take no part.
+        let mut part: Vec<(usize, i64)> = (0..cuts.len())
+            .filter_map(|text| Some((text, *cuts[text].get(round)?)))
+            .collect();
+        part.sort_by_key(|(_, length)| *length > 1);
+        let mut rows = Vec::new();
+        let mut pieces = Vec::new();
+        for (text, length) in &part {
+            let from = starts[*text] + done[*text];
+            pieces.push(rows.len() as i64..rows.len() as i64 + length);
+            rows.extend(from..from + length);
+            done[*text] += length;
+        }
+        let (rows, texts) = (
+            Tensor::from_slice(&rows),
+            Tensor::from_slice(&part.iter().map(|(text, _)| *text as i64).collect::<Vec<_>>()),
+        );
+        let of = |t: &Tensor| t.index_select(0, &rows);
+        let mut here = state.index_select(0, &texts);
+        let grid = PieceGrid::new(pieces.into_iter(), Device::Cpu);
+        let out = gated_delta_rule_over_pieces(
+            &of(&x.q),
+            &of(&x.k),
+            &of(&x.v),
+            &of(&g),
+            &of(&beta),
+            &grid,
+            &mut here,
+        );
+        let _ = state.index_copy_(0, &texts, &here);
+        let _ = output.index_copy_(0, &rows, &out);
+    }
+    output
+}
+
+#[test]
+fn any_cut_into_pieces_gives_the_whole() {
+    let lengths = [150, 64, 131];
+    let x = inputs(lengths.iter().sum(), Kind::Double);
+    let cuts = [
+        // Token by token: the recurrence alone.
+        lengths.map(|n| vec![1; n as usize]),
+        // In one piece: the chunks alone.
+        lengths.map(|n| vec![n]),
+        // Mixed: prompts beside decoding, several pieces of one prompt, pieces around the size of a chunk.
+        [vec![64, 1, 65, 1, 1, 18], vec![1, 1, 60, 2], vec![130, 1]],
+        [vec![3, 7, 140], vec![63, 1], vec![1, 128, 1, 1]],
+    ];
+    no_grad(|| {
+        let want = recurrent(&x, &lengths);
+        let deviation = want.std(true).double_value(&[]);
+        for cuts in cuts {
+            let gap = (in_pieces(&x, &cuts) - &want).abs().max().double_value(&[]) / deviation;
+            println!("{gap:.1e}");
+            assert!(gap < 1e-12, "{cuts:?}: {gap}");
+        }
+    });
 }

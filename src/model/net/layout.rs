@@ -1,6 +1,9 @@
 //! Where the segments of a packed row start, what follows from it, and the routing of its tokens.
 
-use super::{delta_rule::ChunkGrid, exchange::Exchanges};
+use super::{
+    delta_rule::{ChunkGrid, PieceGrid},
+    exchange::Exchanges,
+};
 use crate::model::hf::Rope;
 use std::{
     cell::{OnceCell, RefCell},
@@ -26,11 +29,64 @@ impl Routing {
     }
 }
 
-/// Keys and values of earlier tokens, for a network that computes a text piece by piece.
-pub trait AttentionMemory {
+/// What is kept of earlier tokens, for a network that computes texts piece by piece: the segments of the row are
+/// pieces, each behind what is kept of its text.
+pub trait TokenMemory {
     /// Called once an attending layer, in layer order: keeps `k` and `v [T,nkv,d]` of the tokens of the row
-    /// and attends from `q [T,nq,d]` to all tokens of their sequences; `[T,nq,d]`.
+    /// and attends from `q [T,nq,d]` to all tokens of their texts; `[T,nq,d]`.
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor;
+
+    /// Called once a delta-net layer, in layer order: what it kept of the tokens before the pieces. The caller
+    /// may overwrite the tensors.
+    fn recall(&self) -> DeltaState;
+
+    /// Called behind [`TokenMemory::recall`], for the same layer: what it keeps up to the ends of the pieces.
+    fn keep(&self, state: DeltaState);
+}
+
+/// What a delta net keeps of texts.
+pub struct DeltaState {
+    /// `[segments,K-1,channels]`: the last inputs of the convolution, oldest first, zeros before the start of the
+    /// text; in the element type of the residual stream.
+    pub inputs: Tensor,
+    /// `[segments,Hv,dk,dv]`: the state of the delta rule, zero before the first token; at least f32.
+    pub state: Tensor,
+}
+
+/// Where the inputs of a convolution lie in `[kept inputs of all segments | rows of the tokens]`.
+pub(super) struct TapRows {
+    /// For 1, 2 … K−1 tokens back, the row of every token's input, `[T]` i64.
+    pub back: Vec<Tensor>,
+    /// Rows that are kept behind the pieces, `[segments·(K−1)]` i64.
+    pub kept: Tensor,
+}
+
+impl TapRows {
+    pub(super) fn new(segments: impl Iterator<Item = Range<i64>>, taps: i64, device: Device) -> Self {
+        let segments: Vec<Range<i64>> = segments.collect();
+        let before = taps - 1;
+        let kept_rows = segments.len() as i64 * before;
+        // Of the token `place` of a segment; negative places lie before the piece.
+        let row = |number: usize, place: i64| match place {
+            0.. => kept_rows + segments[number].start + place,
+            _ => (number as i64 + 1) * before + place,
+        };
+        let lengths = || segments.iter().map(|s| s.end - s.start).enumerate();
+        let mut rows = Vec::new();
+        for back in 1..taps {
+            rows.extend(lengths().flat_map(|(s, n)| (0..n).map(move |place| (s, place - back))));
+        }
+        rows.extend(lengths().flat_map(|(s, n)| (n - before..n).map(move |place| (s, place))));
+        let rows: Vec<i64> = rows.into_iter().map(|(s, place)| row(s, place)).collect();
+        let tokens = segments.last().map_or(0, |s| s.end);
+        let mut sizes = vec![tokens; before as usize];
+        sizes.push(kept_rows);
+        let mut back = Tensor::from_slice(&rows)
+            .to_device(device)
+            .split_with_sizes(&sizes[..], 0);
+        let kept = back.swap_remove(before as usize);
+        Self { back, kept }
+    }
 }
 
 /// Segments of a packed row. Made once a micro-batch and used by every block.
@@ -40,8 +96,10 @@ pub struct PackedLayout {
     positions: Tensor,
     rope: RefCell<Option<RopeTable>>,
     grid: OnceCell<ChunkGrid>,
+    piece_grid: OnceCell<PieceGrid>,
+    taps: OnceCell<TapRows>,
     starts_there: OnceCell<Tensor>,
-    memory: Option<Rc<dyn AttentionMemory>>,
+    memory: Option<Rc<dyn TokenMemory>>,
     replay: Vec<Tensor>,
     record: RefCell<Option<Vec<Routing>>>,
     pub(super) exchanges: Exchanges,
@@ -49,6 +107,7 @@ pub struct PackedLayout {
 
 struct RopeTable {
     rope: Rope,
+    kind: Kind,
     cos: Tensor,
     sin: Tensor,
 }
@@ -56,26 +115,8 @@ struct RopeTable {
 impl PackedLayout {
     /// A row of segments with these lengths, in order. Segments of length 0 are allowed and hold nothing.
     pub fn new(lengths: &[usize], device: Device) -> Self {
-        let mut starts = vec![0i64];
-        let mut positions = Vec::with_capacity(lengths.iter().sum());
-        let mut at = 0;
-        for &n in lengths {
-            at += n as i64;
-            starts.push(at);
-            positions.extend(0..n as i64);
-        }
-        Self {
-            starts,
-            device,
-            positions: Tensor::from_slice(&positions).to_device(device),
-            rope: RefCell::new(None),
-            grid: OnceCell::new(),
-            starts_there: OnceCell::new(),
-            memory: None,
-            replay: Vec::new(),
-            record: RefCell::new(None),
-            exchanges: Exchanges::default(),
-        }
+        let positions: Vec<i64> = lengths.iter().flat_map(|n| 0..*n as i64).collect();
+        Self::with(lengths, Tensor::from_slice(&positions).to_device(device), None)
     }
 
     /// One segment.
@@ -83,26 +124,36 @@ impl PackedLayout {
         Self::new(&[length], device)
     }
 
-    /// Tokens with these positions `[T]` i64, whose attention is the business of `memory`. A delta net
-    /// takes them for one segment from its start.
-    pub fn over_memory(positions: Tensor, memory: Rc<dyn AttentionMemory>) -> Self {
-        let tokens = positions.size().first().map_or(0, |n| *n as usize);
-        let device = positions.device();
+    /// Pieces of texts with these lengths, none of them 0, whose tokens have these positions `[T]` i64 in their
+    /// texts; what is before them is in `memory`.
+    pub fn over_memory(lengths: &[usize], positions: Tensor, memory: Rc<dyn TokenMemory>) -> Self {
+        Self::with(lengths, positions, Some(memory))
+    }
+
+    fn with(lengths: &[usize], positions: Tensor, memory: Option<Rc<dyn TokenMemory>>) -> Self {
+        let mut starts = vec![0i64];
+        let mut at = 0;
+        for n in lengths {
+            at += *n as i64;
+            starts.push(at);
+        }
         Self {
-            starts: vec![0, tokens as i64],
-            device,
+            starts,
+            device: positions.device(),
             positions,
             rope: RefCell::new(None),
             grid: OnceCell::new(),
+            piece_grid: OnceCell::new(),
+            taps: OnceCell::new(),
             starts_there: OnceCell::new(),
-            memory: Some(memory),
+            memory,
             replay: Vec::new(),
             record: RefCell::new(None),
             exchanges: Exchanges::default(),
         }
     }
 
-    pub(super) fn memory(&self) -> Option<&dyn AttentionMemory> {
+    pub(super) fn memory(&self) -> Option<&dyn TokenMemory> {
         self.memory.as_deref()
     }
 
@@ -167,16 +218,20 @@ impl PackedLayout {
         &self.positions
     }
 
-    /// Cosines and sines of the rotary angles, `[T, 1, dim]` f32 each with the two halves repeated.
-    /// Computed once for all blocks that share the frequencies.
-    pub fn rope(&self, rope: &Rope) -> (Tensor, Tensor) {
+    /// Cosines and sines of the rotary angles, `[T, 1, dim]` each with the two halves repeated: f64 to turn
+    /// what is f64, else f32. Computed once for all blocks that share the frequencies.
+    pub fn rope(&self, rope: &Rope, turned: Kind) -> (Tensor, Tensor) {
+        let kind = table_kind(turned);
         let mut slot = self.rope.borrow_mut();
-        if let Some(table) = slot.as_ref().filter(|t| t.rope == *rope) {
+        if let Some(table) = slot.as_ref().filter(|t| t.kind == kind && t.rope == *rope) {
             return (table.cos.shallow_clone(), table.sin.shallow_clone());
         }
-        let (cos, sin) = rope_table(&self.positions, rope);
+        let (cos, sin) = match kind {
+            Kind::Double => rope_table_f64(&self.positions, rope),
+            _ => rope_table(&self.positions, rope),
+        };
         let rope = rope.clone();
-        let table = slot.insert(RopeTable { rope, cos, sin });
+        let table = slot.insert(RopeTable { rope, kind, cos, sin });
         (table.cos.shallow_clone(), table.sin.shallow_clone())
     }
 
@@ -185,25 +240,59 @@ impl PackedLayout {
         self.grid
             .get_or_init(|| ChunkGrid::new(self.segments(), self.device))
     }
+
+    /// How the delta rule goes through pieces.
+    pub(super) fn piece_grid(&self) -> &PieceGrid {
+        self.piece_grid
+            .get_or_init(|| PieceGrid::new(self.segments(), self.device))
+    }
+
+    /// Inputs of the convolutions over pieces. All layers have the same number of taps.
+    pub(super) fn tap_rows(&self, taps: i64) -> &TapRows {
+        self.taps
+            .get_or_init(|| TapRows::new(self.segments(), taps, self.device))
+    }
 }
 
-/// Rotary table of the given positions `[T]`: two `[T, 1, dim]` f32 tensors.
+fn table_kind(turned: Kind) -> Kind {
+    match turned {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// Rotary table of the given positions `[T]`, cosines and sines times the attention factor: two `[T, 1, dim]` f32
+/// tensors. Frequencies and angles are those of f32 programs.
 pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
     // Frequencies in f64, then rounded: an angle is a position times a frequency, and multiplies its error.
     let frequencies: Vec<f32> = rope.frequencies().iter().map(|f| *f as f32).collect();
-    let frequencies = Tensor::from_slice(&frequencies).to_device(positions.device());
-    let half = positions.to_kind(Kind::Float).unsqueeze(-1) * frequencies;
-    let angles = Tensor::cat(&[&half, &half], -1).unsqueeze(1);
+    let angles = angles(positions, &Tensor::from_slice(&frequencies));
+    let factor = rope.attention_factor();
     if angles.device().is_cuda() {
-        return (angles.cos(), angles.sin());
+        return (angles.cos() * factor, angles.sin() * factor);
     }
     // In f64, then rounded: in f32, 3 of 100 processes with 16 threads had tables that were 2^-11 off (supposed cause:
     // a low accuracy of MKL's vector functions in their first call by several threads); in f64, none of 209.
     let wide = angles.to_kind(Kind::Double);
-    (wide.cos().to_kind(Kind::Float), wide.sin().to_kind(Kind::Float))
+    let narrow = |table: Tensor| (table * factor).to_kind(Kind::Float);
+    (narrow(wide.cos()), narrow(wide.sin()))
 }
 
-/// Rotates the first numbers of every head of `x [T, heads, d]` by a table of [`rope_table`], in pairs
+/// The same in f64, nothing rounded on the way.
+fn rope_table_f64(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
+    let angles = angles(positions, &Tensor::from_slice(&rope.frequencies()));
+    let factor = rope.attention_factor();
+    (angles.cos() * factor, angles.sin() * factor)
+}
+
+/// `[T, 1, dim]`: positions times frequencies, twice side by side, in the element type of the frequencies.
+fn angles(positions: &Tensor, frequencies: &Tensor) -> Tensor {
+    let frequencies = frequencies.to_device(positions.device());
+    let half = positions.to_kind(frequencies.kind()).unsqueeze(-1) * frequencies;
+    Tensor::cat(&[&half, &half], -1).unsqueeze(1)
+}
+
+/// Rotates the first numbers of every head of `x [T, heads, d]` by a table of [`PackedLayout::rope`], in pairs
 /// `(i, i + dim/2)` (the half-split pairing of GPT-NeoX); what lies behind the table's `dim` stays.
 pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
     let (dim, width) = (cos.size()[2], x.size()[2]);

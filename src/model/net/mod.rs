@@ -10,7 +10,9 @@
 //! a final norm; the head is applied by the caller, in chunks.
 //!
 //! Parameters are f32. The residual stream may be bf16 ([`ComputeType`]): then every matrix is rounded
-//! when it is used, and what the families keep in f32 stays there.
+//! when it is used, and what the families keep in f32 stays there. Where f32 is asked for, families with a
+//! delta net compute in f64: every parameter is widened when it is used, nothing is rounded to f32 before
+//! the gradients of parameters are.
 //!
 //! Legend: T tokens, H hidden, V vocabulary, d head width, I MLP width, E experts, k experts of a token.
 
@@ -52,7 +54,7 @@ pub use exchange::{Exchange, LayerGroups, Tape};
 pub(crate) use fused::{flash_attention, has_flash_attention};
 pub use fused::{fused_adamw, AdamWStep, AdamWTensors};
 pub(crate) use layout::rope_table;
-pub use layout::{AttentionMemory, PackedLayout, Routing};
+pub use layout::{DeltaState, PackedLayout, Routing, TokenMemory};
 pub use policy::{Block, Policy};
 pub use precision::ComputeType;
 /// Where tensors live.

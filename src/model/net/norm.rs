@@ -57,7 +57,7 @@ fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     normed.to_kind(x.kind()) * weight.to_kind(x.kind())
 }
 
-/// The norm behind the delta net: `norm(x)·w·silu(z)`, one weight for all heads, the gate in f32.
+/// The norm behind the delta net: `norm(x)·w·silu(z)`, one weight for all heads, the gate at least f32.
 pub(super) fn gated_norm(x: &Tensor, z: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     let normed = rms_norm(x, weight, eps);
     (wide(&normed) * wide(z).silu()).to_kind(x.kind())

@@ -120,7 +120,8 @@ impl Policy {
         }
     }
 
-    /// A policy that is never trained: its parameters are of the element type that it computes in.
+    /// A policy that is never trained: its parameters are of the element type that it computes in, but f32 where
+    /// a family with a delta net reads them unrounded beside bf16: norms, decay rates.
     /// Every tensor of the config's table must be there; others are passed over.
     pub fn for_inference(
         config: ModelConfig,
@@ -130,14 +131,35 @@ impl Policy {
     ) -> Result<Self, WeightError> {
         let by_name: std::collections::HashMap<&str, &WeightTensor> =
             tensors.iter().map(|t| (t.name.as_str(), t)).collect();
-        let kind = compute.kind_for(&config);
+        let compute_kind = compute.kind_for(&config);
+        let is_hybrid = config.model_type.is_hybrid();
         let built = Self::build(config, device, |spec| {
+            let kind = match compute_kind {
+                Kind::BFloat16 if is_hybrid && spec.shape.len() == 1 => Kind::Float,
+                kind => kind,
+            };
             let weight = by_name
                 .get(spec.name.as_str())
                 .ok_or_else(|| missing(&spec.name))?;
             Ok(tensor_from_weight(weight, &shape_of(spec), device)?.to_kind(kind))
         });
         Ok(built?.with_compute_type(compute))
+    }
+
+    /// Another network over the same parameters, for another thread: what is written to one is read by both.
+    pub fn share(&self) -> Self {
+        let by_name: std::collections::HashMap<String, Tensor> = self.parameters().into_iter().collect();
+        let built = Self::build(self.config.clone(), self.device, |spec| {
+            Ok::<_, std::convert::Infallible>(by_name[&spec.name].shallow_clone())
+        });
+        match built {
+            Ok(policy) => Self {
+                compute: self.compute,
+                is_partial: self.is_partial,
+                ..policy
+            },
+            Err(never) => match never {},
+        }
     }
 
     fn build<E>(

@@ -147,6 +147,57 @@ fn a_mixture_of_experts_on_one_and_two_nodes() {
     }
 }
 
+/// Layers of Qwen3.5-35B-A3B in what `MODEL_DTYPE=f32` means: numbers have eight bytes, gathered weights four.
+#[test]
+fn a_trainer_computes_families_with_a_delta_net_in_f64_where_f32_is_asked_for() {
+    let part = |shape: &ModelShape, compute_bytes: u64, name: &str| {
+        let plan = TrainPlan {
+            shards: 8,
+            gradient_bytes: 4,
+            compute_bytes,
+            ..one_gpu(1000, 0, Backward::Autograd)
+        };
+        let estimate = train(shape, &plan);
+        estimate.parts.iter().find(|(n, _)| *n == name).unwrap().1
+    };
+    let (hybrid, dense) = (qwen35_35b(), qwen3(2560, 36, 32, 9728));
+    assert_eq!(part(&hybrid, 4, "block inputs"), 1000 * 40 * 2048 * 8);
+    assert_eq!(part(&hybrid, 2, "block inputs"), 1000 * 40 * 2048 * 2);
+    assert_eq!(part(&dense, 4, "block inputs"), 1000 * 36 * 2560 * 4);
+    // Logits, log-softmax, the gradients of both, and one copy.
+    assert_eq!(part(&hybrid, 4, "head"), 1000 * 248_320 * 5 * 8);
+    let gathered = |bytes| part(&hybrid, bytes, "gathered layer");
+    assert_eq!(gathered(4) * 8, gathered(2) * 12);
+}
+
+/// Qwen3.5-35B-A3B: ten layers attend with two heads of 256, thirty have a state of 32 x 128 x 128 and three inputs
+/// of 8,192 channels.
+#[test]
+fn an_engine_holds_three_states_a_sequence_and_f64_where_f32_is_asked_for() {
+    let shape = qwen35_35b();
+    let part = |number_bytes: u64, name: &str| {
+        let plan = EnginePlan {
+            tensor_parallel: 1,
+            number_bytes,
+            cache_tokens: 1000,
+            sequences: 7,
+            states: 3,
+            gpu: true,
+        };
+        let estimate = engine(&shape, &plan);
+        estimate.parts.iter().find(|(n, _)| *n == name).unwrap().1
+    };
+    let (matrix, inputs) = (32 * 128 * 128, 3 * 8192);
+    assert_eq!(
+        part(2, "delta-net states"),
+        7 * 3 * 30 * (4 * matrix + 2 * inputs)
+    );
+    assert_eq!(part(4, "delta-net states"), 7 * 3 * 30 * 8 * (matrix + inputs));
+    assert_eq!(part(2, "key-value cache"), 1000 * 10 * 2 * 2 * 256 * 2);
+    assert_eq!(part(4, "key-value cache"), 1000 * 10 * 2 * 2 * 256 * 8);
+    assert_eq!(part(4, "weights"), 8 * shape.parameters());
+}
+
 #[test]
 fn an_engine_holds_weights_and_cache() {
     let shape = qwen3(2560, 36, 32, 9728);
@@ -155,6 +206,7 @@ fn an_engine_holds_weights_and_cache() {
         number_bytes: 2,
         cache_tokens: 1 << 20,
         sequences: 64,
+        states: 3,
         gpu: true,
     };
     let part = |estimate: &Estimate, name: &str| estimate.parts.iter().find(|(n, _)| *n == name).unwrap().1;

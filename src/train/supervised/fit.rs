@@ -118,8 +118,8 @@ impl Fit<'_> {
         let layout = PackedLayout::new(&lengths, Device::Cpu);
         let hidden = self.policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
         let chosen = hidden.index_select(0, &Tensor::from_slice(&places));
-        let logits = chosen.matmul(&self.policy.head_weight().tr());
-        logits.log_softmax(-1, Kind::Float).g_nll_loss::<&Tensor>(
+        let logits = self.policy.logits(&chosen);
+        logits.log_softmax(-1, None::<Kind>).g_nll_loss::<&Tensor>(
             &Tensor::from_slice(&targets),
             None,
             Reduction::Mean,

@@ -63,13 +63,11 @@ pub(super) fn right_path_probability(
             start += stream.ids.len();
         }
         let layout = PackedLayout::new(&lengths, Device::Cpu);
-        let mut logprobs = vec![0f32; targets.len()];
+        let mut logprobs = vec![0f64; targets.len()];
         no_grad(|| {
             let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
             let chosen = hidden.index_select(0, &Tensor::from_slice(&places));
-            let all = chosen
-                .matmul(&policy.head_weight().tr())
-                .log_softmax(-1, Kind::Float);
+            let all = policy.logits(&chosen).log_softmax(-1, Kind::Double);
             let picked = all.gather(1, &Tensor::from_slice(&targets).unsqueeze(1), false);
             picked.contiguous().copy_data(&mut logprobs, targets.len());
         });
@@ -77,7 +75,7 @@ pub(super) fn right_path_probability(
         for stream in &streams {
             let farewell = stream.sampled.iter().rposition(|s| !s).map_or(0, |at| at + 1);
             let tokens = stream.sampled[..farewell].iter().filter(|s| **s).count();
-            let sum: f64 = next.by_ref().take(tokens).map(|l| f64::from(*l)).sum();
+            let sum: f64 = next.by_ref().take(tokens).sum();
             total += sum.exp();
         }
     }

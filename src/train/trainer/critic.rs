@@ -5,6 +5,10 @@
 //! the policy predicts that token. Parameters have the names of the policy, without its output head, and
 //! `score.weight`, `score.bias`, as transformers names a head with one label.
 //!
+//! AdamW moves each weight of the head by about `CRITIC_LR` in an update. Before predictions can tell trials apart
+//! they have to reach the mean return, which takes some `1 / (CRITIC_LR · H)` updates; on that way they differ by
+//! token, not by what the token says, and `critic/vf_explained_var` is near 0 or below it.
+//!
 //! Forward and backward go block by block like the policy's ([`super::block_loop`]).
 
 use super::{
@@ -19,13 +23,10 @@ use super::{
 use crate::{
     base::WeightError,
     model::net::Policy,
-    train::{
-        algorithm::{ObjectiveScale, ValueSums},
-        checkpoint::CriticState,
-    },
+    train::{algorithm::ValueSums, checkpoint::CriticState},
 };
 use std::sync::Arc;
-use tch::{no_grad, Tensor};
+use tch::{no_grad, Kind, Tensor};
 
 const HEAD: &str = "score.weight";
 const BIAS: &str = "score.bias";
@@ -113,9 +114,18 @@ impl Critic {
 
     /// `[N]` predictions of rows `[N,H]` of the residual stream.
     fn values(&self, rows: &Tensor) -> Tensor {
-        // In f32, whatever the trunk computes in: returns differ by less than bf16 tells apart.
-        let normed = self.trunk.final_norm(rows).to_kind(self.head.kind());
-        normed.linear(&self.head, Some(&self.bias)).squeeze_dim(-1)
+        self.score(&self.trunk.final_norm(rows))
+    }
+
+    /// `[N]` predictions, of normed rows `[N,H]`.
+    fn score(&self, normed: &Tensor) -> Tensor {
+        // At least f32, whatever the trunk computes in: returns differ by less than bf16 tells apart.
+        let kind = match normed.kind() {
+            Kind::BFloat16 => Kind::Float,
+            kind => kind,
+        };
+        let (head, bias) = (self.head.to_kind(kind), self.bias.to_kind(kind));
+        normed.to_kind(kind).linear(&head, Some(&bias)).squeeze_dim(-1)
     }
 
     /// Sets the predictions of all sequences.
@@ -173,7 +183,7 @@ impl Critic {
         mini_batch: &[usize],
     ) -> Result<(Gradients, ValueSums), TrainError> {
         let shapes: Vec<_> = mini_batch.iter().map(|&i| samples.sequences[i].shape()).collect();
-        let scale = ObjectiveScale::new(config.objective.aggregation, &shapes);
+        let factors = config.objective.aggregation.coefficients(&shapes);
         let network = self.network(config);
         let mesh = self.shards.mesh();
         let norm_name = self.trunk.config.norm_spec().name;
@@ -183,7 +193,7 @@ impl Critic {
         let evaluate = |place: usize, values: &[f64], sums: &mut ValueSums| {
             let sample = &samples.sequences[mini_batch[place]];
             let clip = &config.critic.clip;
-            clip.evaluate(values, &sample.values, &sample.returns, scale.factor(place), sums)
+            clip.evaluate(values, &sample.values, &sample.returns, factors[place], sums)
         };
         let mut sums = ValueSums::default();
 
@@ -276,8 +286,7 @@ impl Critic {
         ids: &Tensor,
         layout: &crate::model::net::PackedLayout,
     ) -> Tensor {
-        let hidden = self.trunk.forward_hidden(ids, layout).to_kind(self.head.kind());
-        hidden.linear(&self.head, Some(&self.bias)).squeeze_dim(-1)
+        self.score(&self.trunk.forward_hidden(ids, layout))
     }
 }
 

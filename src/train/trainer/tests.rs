@@ -24,6 +24,7 @@ use tch::{no_grad, Device, Kind, Tensor};
 mod algorithms;
 mod curve;
 mod replay;
+mod values;
 
 const VOCAB: usize = 29;
 
@@ -330,7 +331,8 @@ fn distributions_by_hand(policy: &Policy, ids: &[u32], temperature: f64) -> Vec<
     no_grad(|| {
         let layout = crate::model::net::PackedLayout::single(ids.len(), Device::Cpu);
         let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
-        let logits = block_loop::to_vec(&hidden.matmul(&policy.head_weight().tr()).view(-1));
+        let head = policy.head_weight().to_kind(hidden.kind());
+        let logits = block_loop::to_vec(&hidden.matmul(&head.tr()).view(-1));
         let row = |row: &[f64]| {
             let total: f64 = row.iter().map(|z| (z / temperature).exp()).sum();
             row.iter().map(|z| z / temperature - total.ln()).collect()
@@ -710,6 +712,36 @@ fn metrics_count_trials_drops_and_staleness() {
         "perf/total_num_tokens",
     ] {
         assert!(m.get(key).is_some(), "{key}");
+    }
+}
+
+/// verl's `training/rollout_probs_diff_*`: absolute differences of probabilities, their mean, their largest, and
+/// the unbiased deviation, here in two passes.
+#[test]
+fn differences_of_probabilities_are_those_of_engine_and_trainer() {
+    let batch = batch(31, 2);
+    let mut trainer = Trainer::new(config(), model(1, 0.4, true), None).unwrap();
+    let mut samples = samples(&batch, &config());
+    trainer.recompute_logprobs(&mut samples).unwrap();
+    let own = samples
+        .sequences
+        .iter()
+        .flat_map(|s| s.training_logprobs.clone().unwrap());
+    // The engine's are e⁻² everywhere.
+    let gaps: Vec<f64> = own.map(|l| (l.exp() - (-2f64).exp()).abs()).collect();
+    let count = gaps.len() as f64;
+    let mean = gaps.iter().sum::<f64>() / count;
+    let variance = gaps.iter().map(|g| (g - mean) * (g - mean)).sum::<f64>() / (count - 1.0);
+    let metrics = trainer.step(&batch).unwrap();
+    for (key, want) in [
+        ("mean", mean),
+        ("max", gaps.iter().copied().fold(0.0, f64::max)),
+        ("std", variance.sqrt()),
+    ] {
+        let got = metrics
+            .get(&format!("training/rollout_probs_diff_{key}"))
+            .unwrap();
+        assert!((got - want).abs() < 1e-7, "{key}: {got} instead of {want}");
     }
 }
 

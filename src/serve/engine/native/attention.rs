@@ -15,8 +15,7 @@ use tch::{Device, Kind, Tensor};
 pub(super) const GATHER_ROWS: usize = 8;
 
 impl Forward {
-    /// Projects, normalises, rotates and stores the new keys, then attends: `a [T,H]` → `[T, nq·d]`, the
-    /// gate included.
+    /// Projects, normalises, rotates and stores the new keys, then attends: `a [T,H]` → `[T, nq·d]`.
     pub(super) fn attention(
         &self,
         layer: usize,
@@ -75,13 +74,6 @@ impl Forward {
                             out,
                             &mut scores,
                         );
-                    }
-                }
-            }
-            if width > (nq + 2 * nkv) * d {
-                for (out, row) in out.chunks_exact_mut(nq * d).zip(qkv.chunks_exact(width)) {
-                    for (y, gate) in out.iter_mut().zip(&row[(nq + 2 * nkv) * d..]) {
-                        *y *= kernels::sigmoid(*gate);
                     }
                 }
             }

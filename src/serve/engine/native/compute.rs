@@ -1,28 +1,36 @@
-//! What computes the steps of an engine: threads of the host, or a GPU.
+//! What computes the steps of an engine: the host's own network, or the blocks that the trainer uses as well.
 
 use super::{
+    blocks::BlockNetwork,
     cache::RoutingMemory,
-    device::DeviceNetwork,
-    forward::SequenceWork,
+    forward::{Forward, SequenceWork},
     sampler::Draw,
     states::StateOp,
     weights::EngineWeights,
     workers::{WorkerDied, Workers},
 };
-use crate::base::{WeightError, WeightTensor};
+use crate::{
+    base::{WeightError, WeightTensor},
+    model::{hf::ModelConfig, net::Device},
+};
 
 /// One of the two.
 pub(super) enum Compute {
-    Host(Workers),
-    Device(Box<DeviceNetwork>),
+    Host(Workers<Forward>),
+    Blocks(Box<Workers<BlockNetwork>>),
 }
 
-/// Weights in the form that the engine's place of computation takes.
+/// Whether the host's own network computes this family on this device: f32, without delta nets.
+pub(super) fn is_on_host(model: &ModelConfig, device: Device) -> bool {
+    device == Device::Cpu && !model.model_type.is_hybrid()
+}
+
+/// Weights in the form that the engine's network takes.
 pub(super) enum LoadedWeights {
-    /// Laid out for the host.
+    /// Laid out for the host's own network.
     Host(EngineWeights),
     /// As they came.
-    Device(Vec<WeightTensor>),
+    Blocks(Vec<WeightTensor>),
 }
 
 impl Compute {
@@ -32,24 +40,29 @@ impl Compute {
         weights: LoadedWeights,
     ) -> Result<Result<(), WeightError>, WorkerDied> {
         match (self, weights) {
-            (Compute::Host(workers), LoadedWeights::Host(weights)) => workers.set_weights(weights).map(Ok),
-            (Compute::Device(network), LoadedWeights::Device(tensors)) => Ok(network.set_weights(&tensors)),
-            _ => unreachable!("the engine prepares weights for its own place of computation"),
+            (Compute::Host(workers), LoadedWeights::Host(weights)) => {
+                let network = workers.local().with_weights(weights);
+                workers.replace(network).map(Ok)
+            }
+            (Compute::Blocks(workers), LoadedWeights::Blocks(tensors)) => {
+                Ok(workers.local().set_weights(&tensors))
+            }
+            _ => unreachable!("the engine prepares weights for its own network"),
         }
     }
 
-    /// Moves delta-net states before a step; a network on a GPU has none.
+    /// Moves delta-net states before a step; the host's own network has none.
     pub(super) fn move_states(&self, ops: &[StateOp]) {
-        if let Compute::Host(workers) = self {
-            workers.move_states(ops);
+        if let Compute::Blocks(workers) = self {
+            workers.local().move_states(ops);
         }
     }
 
     /// Experts of the cached tokens.
     pub(super) fn routing(&self) -> &RoutingMemory {
         match self {
-            Compute::Host(workers) => workers.routing(),
-            Compute::Device(network) => network.routing(),
+            Compute::Host(workers) => &workers.local().routing,
+            Compute::Blocks(workers) => workers.local().routing(),
         }
     }
 
@@ -57,7 +70,7 @@ impl Compute {
     pub(super) fn step(&self, works: Vec<SequenceWork>) -> Result<Vec<Option<Draw>>, WorkerDied> {
         match self {
             Compute::Host(workers) => workers.step(works),
-            Compute::Device(network) => Ok(network.step(&works)),
+            Compute::Blocks(workers) => workers.step(works),
         }
     }
 }

@@ -1,8 +1,9 @@
-//! One step of the network over tokens of many sequences, with the KV cache and the delta-net states.
+//! One step of the host's own network over tokens of many sequences, with the KV cache: the families without
+//! a delta net, in f32.
 //!
 //! All tokens of a worker's share are rows of one matrix, so every projection is one product whatever mix
 //! of decoding and prompts the step holds. Between the products [`super::kernels`] work on the rows; what
-//! needs memory of earlier tokens is in [`super::attention`] and [`super::delta_net`].
+//! needs memory of earlier tokens is in [`super::attention`].
 
 use super::{
     attention::GATHER_ROWS,
@@ -10,9 +11,9 @@ use super::{
     kernels,
     pages::PageId,
     sampler::{self, Draw},
-    state_memory::StateMemory,
     states::SlotId,
-    weights::{EngineWeights, MixerWeights, MlpWeights},
+    weights::{EngineWeights, MlpWeights},
+    workers::Network,
 };
 use crate::{base::SamplingParams, model::hf::ModelConfig};
 use std::sync::Arc;
@@ -40,8 +41,6 @@ pub(super) struct Shape {
     /// Rotary table, `[max_model_len][half]` each.
     pub cos: Vec<f32>,
     pub sin: Vec<f32>,
-    /// Place of each layer among those with its mixer.
-    pub mixer_index: Vec<usize>,
 }
 
 impl Shape {
@@ -55,15 +54,10 @@ impl Shape {
             t.copy_data(&mut values, max_model_len * half);
             values
         };
-        let same = |i: usize| {
-            let mixer = config.layers[i].mixer;
-            config.layers[..i].iter().filter(|l| l.mixer == mixer).count()
-        };
         Self {
             half,
             cos: take(cos),
             sin: take(sin),
-            mixer_index: (0..config.layers.len()).map(same).collect(),
             config,
         }
     }
@@ -73,7 +67,6 @@ impl Shape {
 pub(super) struct Forward {
     pub shape: Arc<Shape>,
     pub cache: Arc<KvCache>,
-    pub states: Arc<StateMemory>,
     pub routing: Arc<RoutingMemory>,
     pub weights: EngineWeights,
 }
@@ -87,9 +80,23 @@ pub(super) struct Group<'a> {
 }
 
 impl Forward {
-    /// Computes a share and draws a token for every sequence that samples, in order. None stands for
-    /// logits that are not finite.
-    pub(super) fn step(&self, share: &[SequenceWork]) -> Vec<Option<Draw>> {
+    /// The same cache under other weights.
+    pub(super) fn with_weights(&self, weights: EngineWeights) -> Self {
+        Self {
+            shape: self.shape.clone(),
+            cache: self.cache.clone(),
+            routing: self.routing.clone(),
+            weights,
+        }
+    }
+}
+
+impl Network for Forward {
+    fn share(&self) -> Self {
+        self.with_weights(self.weights.share())
+    }
+
+    fn step(&self, share: &[SequenceWork]) -> Vec<Option<Draw>> {
         let _guard = tch::no_grad_guard();
         let config = &self.shape.config;
         let mut ids: Vec<i64> = Vec::new();
@@ -112,23 +119,19 @@ impl Forward {
         let mut sparse_layer = 0;
         for (layer, weights) in self.weights.layers.iter().enumerate() {
             let a = rms_norm(&x, &weights.input_norm, eps);
-            let place = self.shape.mixer_index[layer];
-            match &weights.mixer {
-                MixerWeights::Attention(weights) => {
-                    let attended = self.attention(place, weights, &a, &groups);
-                    x = x.addmm(&attended, &weights.o);
-                    if let Some(bias) = &weights.o_bias {
-                        x += bias;
-                    }
-                }
-                MixerWeights::DeltaNet(weights) => {
-                    let mixed = self.delta_net(place, weights, &a, &groups);
-                    x = x.addmm(&mixed, &weights.out);
-                }
+            let attended = self.attention(layer, &weights.attention, &a, &groups);
+            x = x.addmm(&attended, &weights.attention.o);
+            if let Some(bias) = &weights.attention.o_bias {
+                x += bias;
             }
             let m = rms_norm(&x, &weights.post_norm, eps);
             match &weights.mlp {
-                MlpWeights::Dense(weights) => x = x.addmm(&weights.inner(&m), &weights.down),
+                MlpWeights::Dense(weights) => {
+                    x = x.addmm(&weights.inner(&m), &weights.down);
+                    if let Some((_, bias)) = &weights.bias {
+                        x += bias;
+                    }
+                }
                 MlpWeights::Sparse(weights) => {
                     x += self.sparse_mlp(sparse_layer, weights, &m, &groups);
                     sparse_layer += 1;

@@ -35,15 +35,6 @@ dispatch! {
     silu_mul(y: &mut [f32], x: &[f32], n: usize) = silu_mul_body
 }
 dispatch! {
-    /// `x ← x / (1 + e^{−x})` in place.
-    silu(x: &mut [f32]) = silu_body
-}
-dispatch! {
-    /// One token of the gated delta rule for one value head: `S [dk][dv]` decays by `decay`, is corrected
-    /// towards `S·k = v` with step `beta`, and is read with `q`.
-    delta_step(state: &mut [f32], out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], decay: f32, beta: f32) = delta_step_body
-}
-dispatch! {
     /// Scores of one page: `scores[g][s] = q[g] · keys[.][s]`, keys `[d][PAGE_TOKENS]`, `scale` included.
     /// `scores` has rows of `stride`; `q` is `[groups][d]`.
     page_scores(scores: &mut [f32], stride: usize, q: &[f32], keys: &[f32], scale: f32) = page_scores_body
@@ -129,75 +120,6 @@ fn silu_mul_body<const FMA: bool>(y: &mut [f32], x: &[f32], n: usize) {
         for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
             *y = g / (1.0 + exp::<FMA>(-g)) * u;
         }
-    }
-}
-
-#[inline(always)]
-fn silu_body<const FMA: bool>(x: &mut [f32]) {
-    for x in x {
-        *x /= 1.0 + exp::<FMA>(-*x);
-    }
-}
-
-#[inline(always)]
-fn delta_step_body<const FMA: bool>(
-    state: &mut [f32],
-    out: &mut [f32],
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    decay: f32,
-    beta: f32,
-) {
-    let dv = v.len();
-    out.fill(0.0);
-    for (row, k) in state.chunks_exact_mut(dv).zip(k) {
-        for (s, read) in row.iter_mut().zip(out.iter_mut()) {
-            *s *= decay;
-            *read = fma::<FMA>(*s, *k, *read);
-        }
-    }
-    // `out` holds what the state answers to k; from here on the correction.
-    for (update, v) in out.iter_mut().zip(v) {
-        *update = beta * (v - *update);
-    }
-    // S·q with the correction in: Sᵀq + (k·q)·u, so that the state is walked once.
-    let overlap: f32 = k.iter().zip(q).map(|(k, q)| k * q).sum();
-    let mut read = [0.0f32; COLUMNS];
-    let mut column = 0;
-    while column < dv {
-        let width = COLUMNS.min(dv - column);
-        let sums = &mut read[..width];
-        sums.fill(0.0);
-        let update = &mut out[column..column + width];
-        for ((row, k), q) in state.chunks_exact_mut(dv).zip(k).zip(q) {
-            for ((s, u), sum) in row[column..column + width]
-                .iter_mut()
-                .zip(&*update)
-                .zip(&mut *sums)
-            {
-                *sum = fma::<FMA>(*s, *q, *sum);
-                *s = fma::<FMA>(*k, *u, *s);
-            }
-        }
-        for (u, sum) in update.iter_mut().zip(sums) {
-            *u = fma::<FMA>(overlap, *u, *sum);
-        }
-        column += width;
-    }
-}
-
-/// `1 / (1 + e^{−x})`.
-pub(super) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
-}
-
-/// `ln(1 + e^x)`; beyond 20 it is x to the last bit.
-pub(super) fn softplus(x: f32) -> f32 {
-    if x > 20.0 {
-        x
-    } else {
-        x.exp().ln_1p()
     }
 }
 
@@ -325,14 +247,6 @@ pub(super) fn norm_and_rotate(head: &mut [f32], weight: Option<&[f32]>, eps: f32
     }
 }
 
-/// Scales a head to length 1: `x · rsqrt(Σx² + eps) · scale`.
-pub(super) fn unit_length(head: &mut [f32], eps: f32, scale: f32) {
-    let factor = scale / (sum_of_squares::<false>(head) + eps).sqrt();
-    for x in head {
-        *x *= factor;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -395,32 +309,6 @@ mod tests {
                     assert!((out[g * d + i] - 1.0 - want).abs() < 1e-4);
                 }
             }
-        }
-    }
-
-    #[test]
-    fn a_delta_step_is_its_formula_in_f64() {
-        for (dk, dv) in [(3, 5), (8, 32), (16, 40), (7, 70)] {
-            let mut state: Vec<f32> = values(dk * dv, 1);
-            let (q, k, v) = (values(dk, 2), values(dk, 3), values(dv, 4));
-            let (decay, beta) = (0.7f32, 0.4f32);
-            let mut want: Vec<f64> = state.iter().map(|s| f64::from(*s * decay)).collect();
-            let read = |s: &[f64], x: &[f32], j: usize| -> f64 {
-                (0..dk).map(|i| s[i * dv + j] * f64::from(x[i])).sum()
-            };
-            let update: Vec<f64> = (0..dv)
-                .map(|j| f64::from(beta) * (f64::from(v[j]) - read(&want, &k, j)))
-                .collect();
-            for i in 0..dk {
-                for j in 0..dv {
-                    want[i * dv + j] += f64::from(k[i]) * update[j];
-                }
-            }
-            let mut out = vec![9.0; dv];
-            delta_step(&mut state, &mut out, &q, &k, &v, decay, beta);
-            let near = |a: f32, b: f64| (f64::from(a) - b).abs() < 1e-5 * (1.0 + b.abs()) * dk as f64;
-            assert!(state.iter().zip(&want).all(|(a, b)| near(*a, *b)), "{dk} {dv}");
-            assert!((0..dv).all(|j| near(out[j], read(&want, &q, j))), "{dk} {dv}");
         }
     }
 

@@ -4,7 +4,10 @@
 //! large, never an abort: [`NativeEngineConfig::memory`] is compared with the machine before anything is reserved, and
 //! the reservation itself may fail.
 
-use super::{pages::PagePool, NativeEngineConfig, StartError, PAGE_TOKENS, SLOTS_A_SEAT};
+use super::{
+    compute::is_on_host, pages::PagePool, state_memory::slot_bytes, NativeEngineConfig, StartError,
+    PAGE_TOKENS, SLOTS_A_SEAT,
+};
 use crate::{
     model::{
         hf::{MixerKind, ModelConfig},
@@ -13,6 +16,7 @@ use crate::{
     observe::memory,
 };
 use std::{alloc::Layout, cell::UnsafeCell};
+use tch::Kind;
 
 /// What an engine reserves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +25,7 @@ pub struct EngineMemory {
     pub cache_page: u64,
     /// Bytes of a page in main memory beside that: experts of its tokens, bookkeeping.
     pub host_page: u64,
-    /// Bytes of the delta-net states, in main memory.
+    /// Bytes of the delta-net states where the engine computes.
     pub states: u64,
     /// Pages.
     pub pages: u64,
@@ -38,17 +42,15 @@ impl NativeEngineConfig {
     /// What an engine of this size reserves for a model.
     pub fn memory(&self, model: &ModelConfig) -> EngineMemory {
         let with = |kind| model.layers.iter().filter(|l| l.mixer == kind).count();
-        let number = if self.device == Device::Cpu {
-            size_of::<f32>()
+        let kind = if is_on_host(model, self.device) {
+            Kind::Float
         } else {
-            self.compute.kind_for(model).elt_size_in_bytes()
+            self.compute.kind_for(model)
         };
+        let number = kind.elt_size_in_bytes();
         let token = with(MixerKind::FullAttention) * 2 * model.num_key_value_heads * model.head_dim * number;
         let experts = model.num_sparse_layers() * model.experts.map_or(0, |e| e.top_k) * size_of::<u16>();
-        let state = model.linear_attention.map_or(0, |s| {
-            s.num_value_heads * s.key_head_dim * s.value_head_dim + (s.conv_kernel - 1) * s.conv_dim()
-        });
-        let seat = (with(MixerKind::LinearAttention) * state * size_of::<f32>() * SLOTS_A_SEAT) as u64;
+        let seat = slot_bytes(model, kind).saturating_mul(SLOTS_A_SEAT as u64);
         EngineMemory {
             cache_page: (token * PAGE_TOKENS) as u64,
             host_page: (experts * PAGE_TOKENS + PagePool::PAGE_BYTES) as u64,
@@ -67,8 +69,12 @@ impl NativeEngineConfig {
 
     fn check_fits(&self, needed: &EngineMemory, total: u64) -> Result<(), StartError> {
         let on_host = self.device == Device::Cpu;
-        let page = needed.host_page + if on_host { needed.cache_page } else { 0 };
-        let bytes = needed.pages.saturating_mul(page).saturating_add(needed.states);
+        let (page, states) = if on_host {
+            (needed.host_page + needed.cache_page, needed.states)
+        } else {
+            (needed.host_page, 0)
+        };
+        let bytes = needed.pages.saturating_mul(page).saturating_add(states);
         if bytes > total || needed.pages > u64::from(u32::MAX) {
             return Err(self.too_large(bytes, &format!("this machine has {total} bytes of memory")));
         }
@@ -159,6 +165,30 @@ mod tests {
             "ENGINE_KV_CACHE_TOKENS",
         ] {
             assert!(error.contains(part), "no `{part}` in {error}");
+        }
+    }
+    /// A hybrid is computed in f64 where f32 is asked for; three of its four layers have a state.
+    #[test]
+    fn a_hybrid_takes_what_its_numbers_take() {
+        use crate::model::net::ComputeType;
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/models/qwen3_5");
+        let model = ModelConfig::from_dir(&folder).unwrap();
+        let s = model.linear_attention.unwrap();
+        let (state, inputs) = (
+            s.num_value_heads * s.key_head_dim * s.value_head_dim,
+            (s.conv_kernel - 1) * s.conv_dim(),
+        );
+        for (compute, number, of_state) in [(ComputeType::F32, 8, 8), (ComputeType::Bf16, 2, 4)] {
+            let config = NativeEngineConfig {
+                max_num_seqs: 5,
+                compute,
+                ..NativeEngineConfig::default()
+            };
+            let needed = config.memory(&model);
+            let token = 2 * model.num_key_value_heads * model.head_dim * number;
+            assert_eq!(needed.cache_page, (token * PAGE_TOKENS) as u64);
+            let slot = 3 * (state * of_state + inputs * number);
+            assert_eq!(needed.states, (5 * SLOTS_A_SEAT * slot) as u64);
         }
     }
 }

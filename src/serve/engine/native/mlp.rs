@@ -11,7 +11,10 @@ use tch::{Device, Kind, Tensor};
 impl DenseWeights {
     /// `silu(m·Wgate) ∘ m·Wup`, `[T,I]`.
     pub(super) fn inner(&self, m: &Tensor) -> Tensor {
-        let gate_up = m.mm(&self.gate_up);
+        let gate_up = match &self.bias {
+            None => m.mm(&self.gate_up),
+            Some((bias, _)) => bias.addmm(m, &self.gate_up),
+        };
         let inner = gate_up.size()[1] / 2;
         let mut y = Tensor::empty([m.size()[0], inner], (Kind::Float, Device::Cpu));
         kernels::silu_mul(floats_mut(&mut y), floats(&gate_up), inner as usize);
@@ -26,7 +29,7 @@ struct Assignment {
 }
 
 impl Forward {
-    /// Routed experts, and the shared one where there is one: `m [T,H]` → `[T,H]`. The choice of every
+    /// Routed experts: `m [T,H]` → `[T,H]`. The choice of every
     /// token is kept beside its keys and values.
     pub(super) fn sparse_mlp(
         &self,
@@ -70,9 +73,6 @@ impl Forward {
                     *y += weight * x;
                 }
             }
-        }
-        if let Some((shared, gate)) = &weights.shared {
-            y += shared.inner(m).mm(&shared.down) * m.mm(gate).sigmoid();
         }
         y
     }

@@ -3,19 +3,19 @@
 //! ```text
 //!  callers ──Command──▶ run (one thread) ──plan──▶ scheduler ── pages (who holds what, prefix tree)
 //!     ▲                  │        ▲
-//!     │                  ▼        │ draws
-//!     └──EngineEvent── on_step   workers ── forward ── kernels, cache, sampler
+//!     │                  ▼        │ draws   ┌ forward ── kernels, cache, sampler
+//!     └──EngineEvent── on_step   workers ───┴ blocks ── model::net, step_memory, state_memory, draws
 //! ```
 //!
 //! | Module | Holds | Needs libtorch |
 //! |---|---|---|
 //! | `scheduler`, `sequence`, `pages`, `states` | which tokens a step computes; pages, prefixes, states | no |
 //! | `sampler` | drawing from log-probabilities | no |
-//! | `forward`, `attention`, `delta_net`, `mlp`, `weights` | the network over a step's rows | yes |
-//! | `cache`, `state_memory`, `kernels` | memory of cache and states; row work between the products | no |
+//! | `forward`, `attention`, `mlp`, `weights` | the host's own network: attention families, f32 | yes |
+//! | `cache`, `kernels` | its memory; its row work between the products | no |
+//! | `blocks`, `step_memory`, `state_memory`, `draws` | the network of the trainer's blocks: any device | yes |
 //! | `memory` | bytes that an engine reserves | yes |
-//! | `device` | network, cache and sampling on a GPU | yes |
-//! | `workers`, `compute`, `run` | threads; host or GPU | – |
+//! | `workers`, `compute`, `run` | threads; which of the two networks | – |
 //!
 //! What callers can rely on:
 //! - The tokens of a request depend on its seed, prompt and weights, not on the rest of the batch (up to
@@ -29,14 +29,14 @@
 //! - Pages are reused by exact token prefix: between the turns and branches of a session and between the
 //!   samples of a group. Models with a delta net reuse them as far as a snapshot of its state goes.
 //!
-//! On the host it computes in f32 with kernels of its own, for every family. On a GPU it computes in bf16 or
-//! f32 with the blocks of [`crate::model::net`], for the families without a delta net.
+//! Families without a delta net are computed on the host in f32 with kernels of its own. Everything else, on a GPU
+//! and on the host, is computed by the blocks of [`crate::model::net`] in what [`ComputeType::kind_for`] says.
 
 mod attention;
+mod blocks;
 mod cache;
 mod compute;
-mod delta_net;
-mod device;
+mod draws;
 mod forward;
 mod kernels;
 mod memory;
@@ -48,6 +48,7 @@ mod scheduler;
 mod sequence;
 mod state_memory;
 mod states;
+mod step_memory;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -64,15 +65,14 @@ use crate::{
     },
 };
 use async_trait::async_trait;
+use blocks::{BlockNetwork, DeviceError};
 use cache::{KvCache, RoutingMemory};
-use compute::{Compute, LoadedWeights};
-use device::{DeviceError, DeviceNetwork};
+use compute::{is_on_host, Compute, LoadedWeights};
 use forward::{Forward, Shape};
 pub use memory::EngineMemory;
 use pages::{PagePool, PAGE_TOKENS};
 use run::{Command, NewWeights, RequestBounds, Runner, Shared};
 use scheduler::{Limits, Scheduler};
-use state_memory::StateMemory;
 use states::SLOTS_A_SEAT;
 use std::{
     path::Path,
@@ -101,9 +101,9 @@ pub struct NativeEngineConfig {
     pub num_threads: usize,
     /// Version of the weights that the engine starts with.
     pub version: PolicyVersion,
-    /// Where it computes. A GPU serves families without a delta net.
+    /// Where it computes.
     pub device: Device,
-    /// Element type on a GPU; the host computes in f32.
+    /// Element type of products, keys and values; the host computes families without a delta net in f32.
     pub compute: ComputeType,
 }
 
@@ -165,7 +165,7 @@ fn gibibytes(bytes: u64) -> String {
 /// What is made on the starting thread and used on the engine's.
 enum Place {
     Host(Forward),
-    Device(Box<DeviceNetwork>),
+    Blocks(Box<BlockNetwork>),
 }
 
 /// An engine replica in this process. Dropping the last handle ends its threads; requests that are still
@@ -205,47 +205,38 @@ impl NativeEngine {
         config.check_memory(&model)?;
         let no_memory = |none: memory::NoMemory| config.too_large(none.0, "the system gives no more memory");
         let num_pages = config.kv_cache_tokens / PAGE_TOKENS;
-        let with_mixer = |kind| model.layers.iter().filter(|l| l.mixer == kind).count();
-        let (attending, linear) = (
-            with_mixer(MixerKind::FullAttention),
-            with_mixer(MixerKind::LinearAttention),
-        );
-        let num_slots = if linear > 0 {
+        let has_states = model.layers.iter().any(|l| l.mixer == MixerKind::LinearAttention);
+        let num_slots = if has_states {
             config.max_num_seqs * SLOTS_A_SEAT
         } else {
             0
         };
         let mut pool = PagePool::new(num_pages);
-        if linear > 0 {
+        if has_states {
             pool = pool.with_states(num_slots);
         }
         let shared = Arc::new(Shared::new(pool, config.version));
-        let place = if config.device == Device::Cpu {
+        let place = if is_on_host(&model, config.device) {
+            let (layers, heads) = (model.num_hidden_layers, model.num_key_value_heads);
+            let cache = KvCache::new(layers, num_pages, heads, model.head_dim).map_err(no_memory)?;
             let top_k = model.experts.map_or(0, |e| e.top_k);
-            let cache = KvCache::new(attending, num_pages, model.num_key_value_heads, model.head_dim);
-            let cache = cache.map_err(no_memory)?;
-            let states = StateMemory::new(model.linear_attention, linear, num_slots).map_err(no_memory)?;
             let routing = RoutingMemory::new(model.num_sparse_layers(), top_k, num_pages);
             Place::Host(Forward {
                 shape: Arc::new(Shape::new(model.clone(), config.max_model_len)),
                 cache: Arc::new(cache),
-                states: Arc::new(states),
                 routing: Arc::new(routing.map_err(no_memory)?),
                 weights: EngineWeights::new(&model, tensors)?,
             })
-        } else if linear > 0 {
-            return Err(StartError::Config(format!(
-                "{} has delta nets, which this version serves on the CPU alone",
-                model.model_type.name()
-            )));
         } else {
             let place = (config.device, config.compute);
-            let network =
-                DeviceNetwork::new(&model, tensors, place, num_pages).map_err(|error| match error {
-                    DeviceError::Weights(error) => StartError::Weights(error),
-                    DeviceError::Memory(bytes, why) => config.too_large(bytes, &why),
-                })?;
-            Place::Device(Box::new(network))
+            let network = BlockNetwork::new(&model, tensors, place, (num_pages, num_slots));
+            Place::Blocks(Box::new(network.map_err(|error| match error {
+                DeviceError::Weights(error) => StartError::Weights(error),
+                DeviceError::Memory(why) => {
+                    let needed = config.memory(&model);
+                    config.too_large(needed.cache().saturating_add(needed.states), &why)
+                }
+            })?))
         };
         let (commands, inbox) = channel();
         let (started, ready) = channel();
@@ -253,15 +244,21 @@ impl NativeEngine {
             max_model_len: config.max_model_len,
             vocab_size: model.vocab_size,
         };
+        let on_gpu = config.device != Device::Cpu;
         let run = {
             let shared = shared.clone();
             move || {
                 let compute = match place {
-                    Place::Device(network) => Compute::Device(network),
-                    Place::Host(forward) => match Workers::start(forward, config.num_threads) {
-                        Ok(workers) => Compute::Host(workers),
-                        Err(error) => return drop(started.send(Err(error))),
-                    },
+                    // One thread hands a GPU its work.
+                    Place::Blocks(network) => {
+                        let threads = if on_gpu { 1 } else { config.num_threads };
+                        Workers::start(*network, threads).map(|w| Compute::Blocks(Box::new(w)))
+                    }
+                    Place::Host(forward) => Workers::start(forward, config.num_threads).map(Compute::Host),
+                };
+                let compute = match compute {
+                    Ok(compute) => compute,
+                    Err(error) => return drop(started.send(Err(error))),
                 };
                 if started.send(Ok(())).is_err() {
                     return;
@@ -409,10 +406,10 @@ fn verified_weights(
             got,
         });
     }
-    if device == Device::Cpu {
+    if is_on_host(model, device) {
         return EngineWeights::new(model, &update.tensors).map(LoadedWeights::Host);
     }
-    Ok(LoadedWeights::Device(update.tensors.clone()))
+    Ok(LoadedWeights::Blocks(update.tensors.clone()))
 }
 
 impl Drop for NativeEngine {

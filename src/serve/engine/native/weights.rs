@@ -1,10 +1,9 @@
-//! Weights as a step uses them: projections that read the same input are one matrix, norms that multiply
-//! by `1 + w` hold `1 + w`, and rows that a checkpoint interleaves are sorted.
+//! Weights as a step of the host's own network uses them: projections that read the same input are one matrix.
 
 use crate::{
     base::{WeightError, WeightTensor},
     model::{
-        hf::{LinearAttentionConfig, MixerKind, MlpKind, ModelConfig, ModelType},
+        hf::{MlpKind, ModelConfig},
         net::tensor_from_weight,
     },
 };
@@ -14,20 +13,14 @@ use tch::{Device, Tensor};
 /// One layer. Matrices are `[in, out]` views, ready for `x.mm(w)`.
 pub(super) struct LayerWeights {
     pub input_norm: Arc<[f32]>,
-    pub mixer: MixerWeights,
+    pub attention: AttentionWeights,
     pub post_norm: Arc<[f32]>,
     pub mlp: MlpWeights,
 }
 
-/// What mixes the tokens of a layer.
-pub(super) enum MixerWeights {
-    Attention(AttentionWeights),
-    DeltaNet(DeltaNetWeights),
-}
-
 /// Softmax attention.
 pub(super) struct AttentionWeights {
-    /// Columns: query heads, key heads, value heads; then the gates of the query heads where there are any.
+    /// Columns: query heads, key heads, value heads.
     pub qkv: Tensor,
     pub qkv_bias: Option<Tensor>,
     pub q_norm: Option<Arc<[f32]>>,
@@ -36,20 +29,7 @@ pub(super) struct AttentionWeights {
     pub o_bias: Option<Tensor>,
 }
 
-/// Gated delta net.
-pub(super) struct DeltaNetWeights {
-    /// Columns: query heads, key heads, value heads; z of the value heads; b, then a of the value heads.
-    pub input: Tensor,
-    /// `[K][channels]`, the tap of the current token last.
-    pub conv: Arc<[f32]>,
-    /// `−e^{A_log}` by value head.
-    pub rate: Arc<[f32]>,
-    pub dt_bias: Arc<[f32]>,
-    pub norm: Arc<[f32]>,
-    pub out: Tensor,
-}
-
-/// What follows the mixer.
+/// What follows the attention.
 pub(super) enum MlpWeights {
     Dense(DenseWeights),
     Sparse(SparseWeights),
@@ -60,6 +40,8 @@ pub(super) struct DenseWeights {
     /// Columns: gate, up.
     pub gate_up: Tensor,
     pub down: Tensor,
+    /// Of both, in that order.
+    pub bias: Option<(Tensor, Tensor)>,
 }
 
 /// Routed experts.
@@ -67,8 +49,6 @@ pub(super) struct SparseWeights {
     /// `[H,E]`.
     pub router: Tensor,
     pub experts: Vec<DenseWeights>,
-    /// The expert that every token uses, and its gate `[H,1]`.
-    pub shared: Option<(DenseWeights, Tensor)>,
 }
 
 /// All weights of one version.
@@ -84,8 +64,6 @@ pub(super) struct EngineWeights {
 /// Hands out tensors by name and notices what is left.
 struct Source<'a> {
     by_name: HashMap<&'a str, &'a WeightTensor>,
-    /// Norms multiply by `1 + w`.
-    zero_centred: bool,
 }
 
 impl Source<'_> {
@@ -103,12 +81,6 @@ impl Source<'_> {
     fn vector(&mut self, name: &str, len: usize) -> Result<Arc<[f32]>, WeightError> {
         Ok(floats(&self.take(name, &[len])?))
     }
-
-    /// A norm of the family's kind.
-    fn norm(&mut self, name: &str, len: usize) -> Result<Arc<[f32]>, WeightError> {
-        let weight = self.take(name, &[len])?;
-        Ok(floats(&if self.zero_centred { weight + 1.0 } else { weight }))
-    }
 }
 
 fn floats(tensor: &Tensor) -> Arc<[f32]> {
@@ -124,14 +96,13 @@ impl EngineWeights {
         let _guard = tch::no_grad_guard();
         let mut source = Source {
             by_name: tensors.iter().map(|t| (t.name.as_str(), t)).collect(),
-            zero_centred: config.model_type.is_hybrid(),
         };
         let embedding_spec = config.embedding_spec();
         let embedding = source.take(&embedding_spec.name, &embedding_spec.shape)?;
         let layers = (0..config.num_hidden_layers)
             .map(|layer| Layer::new(config, layer, &mut source).build())
             .collect::<Result<_, _>>()?;
-        let norm = source.norm(&config.norm_spec().name, config.hidden_size)?;
+        let norm = source.vector(&config.norm_spec().name, config.hidden_size)?;
         let head = match config.head_spec() {
             None => embedding.tr(),
             Some(spec) => source.take(&spec.name, &spec.shape)?.tr(),
@@ -181,20 +152,20 @@ impl<'a, 'b> Layer<'a, 'b> {
         let kind = self.config.layers[self.layer];
         let h = self.config.hidden_size;
         let name = self.name("input_layernorm.weight");
-        let input_norm = self.source.norm(&name, h)?;
-        let mixer = match kind.mixer {
-            MixerKind::FullAttention => MixerWeights::Attention(self.attention()?),
-            MixerKind::LinearAttention => MixerWeights::DeltaNet(self.delta_net()?),
-        };
+        let input_norm = self.source.vector(&name, h)?;
+        let attention = self.attention()?;
         let name = self.name("post_attention_layernorm.weight");
-        let post_norm = self.source.norm(&name, h)?;
+        let post_norm = self.source.vector(&name, h)?;
         let mlp = match kind.mlp {
-            MlpKind::Dense => MlpWeights::Dense(self.dense("mlp", self.config.intermediate_size)?),
+            MlpKind::Dense => MlpWeights::Dense({
+                let (inner, bias) = (self.config.intermediate_size, self.config.mlp_bias);
+                self.dense("mlp", inner, bias)?
+            }),
             MlpKind::Sparse => MlpWeights::Sparse(self.sparse()?),
         };
         Ok(LayerWeights {
             input_norm,
-            mixer,
+            attention,
             post_norm,
             mlp,
         })
@@ -209,42 +180,27 @@ impl<'a, 'b> Layer<'a, 'b> {
         self.source.take(&name, shape)
     }
 
-    fn vector(&mut self, suffix: &str, len: usize) -> Result<Arc<[f32]>, WeightError> {
-        let name = self.name(suffix);
-        self.source.vector(&name, len)
-    }
-
     fn attention(&mut self) -> Result<AttentionWeights, WeightError> {
         let config = self.config;
         let (h, d) = (config.hidden_size, config.head_dim);
         let (q, kv) = (config.num_attention_heads * d, config.num_key_value_heads * d);
-        let gated = config.model_type.is_hybrid();
-        let q_rows = if gated { 2 * q } else { q };
-        // Query and gate of each head lie behind each other; all gates go to the end.
-        let sort = |q: Tensor, k: Tensor, v: Tensor| {
-            if !gated {
-                return Tensor::cat(&[q, k, v], 0);
-            }
-            let mut size = q.size();
-            size.splice(0..1, [config.num_attention_heads as i64, 2, d as i64]);
-            let halves = q.view(&size[..]).unbind(1);
-            let flat = |t: &Tensor| t.flatten(0, 1);
-            Tensor::cat(&[flat(&halves[0]), k, v, flat(&halves[1])], 0)
-        };
-        let qkv = sort(
-            self.take("self_attn.q_proj.weight", &[q_rows, h])?,
+        let weights = [
+            self.take("self_attn.q_proj.weight", &[q, h])?,
             self.take("self_attn.k_proj.weight", &[kv, h])?,
             self.take("self_attn.v_proj.weight", &[kv, h])?,
-        )
-        .tr();
+        ];
+        let qkv = Tensor::cat(&weights, 0).tr();
         let o = self.take("self_attn.o_proj.weight", &[h, q])?.tr();
         let (qkv_bias, o_bias) = if config.attention_bias {
-            let qkv = sort(
-                self.take("self_attn.q_proj.bias", &[q_rows])?,
+            let biases = [
+                self.take("self_attn.q_proj.bias", &[q])?,
                 self.take("self_attn.k_proj.bias", &[kv])?,
                 self.take("self_attn.v_proj.bias", &[kv])?,
-            );
-            (Some(qkv), Some(self.take("self_attn.o_proj.bias", &[h])?))
+            ];
+            (
+                Some(Tensor::cat(&biases, 0)),
+                Some(self.take("self_attn.o_proj.bias", &[h])?),
+            )
         } else {
             (None, None)
         };
@@ -253,7 +209,7 @@ impl<'a, 'b> Layer<'a, 'b> {
                 return Ok(None);
             }
             let name = self.name(&format!("self_attn.{which}_norm.weight"));
-            self.source.norm(&name, d).map(Some)
+            self.source.vector(&name, d).map(Some)
         };
         Ok(AttentionWeights {
             qkv,
@@ -265,50 +221,23 @@ impl<'a, 'b> Layer<'a, 'b> {
         })
     }
 
-    fn delta_net(&mut self) -> Result<DeltaNetWeights, WeightError> {
-        let Some(sizes) = self.config.linear_attention else {
-            unreachable!("a layer of linear attention comes from a config with its sizes")
-        };
+    fn dense(&mut self, module: &str, inner: usize, has_bias: bool) -> Result<DenseWeights, WeightError> {
         let h = self.config.hidden_size;
-        let (channels, values, heads) = (sizes.conv_dim(), sizes.value_dim(), sizes.num_value_heads);
-        let input = if self.config.model_type == ModelType::Qwen3Next {
-            let qkvz = self.take("linear_attn.in_proj_qkvz.weight", &[channels + values, h])?;
-            let ba = self.take("linear_attn.in_proj_ba.weight", &[2 * heads, h])?;
-            sort_by_kind(&qkvz, &ba, &sizes)
+        let mut take = |name: &str, shape: &[usize]| self.take(&format!("{module}.{name}"), shape);
+        let gate = take("gate_proj.weight", &[inner, h])?;
+        let up = take("up_proj.weight", &[inner, h])?;
+        let down = take("down_proj.weight", &[h, inner])?;
+        let bias = if has_bias {
+            let gate = take("gate_proj.bias", &[inner])?;
+            let up = take("up_proj.bias", &[inner])?;
+            Some((Tensor::cat(&[gate, up], 0), take("down_proj.bias", &[h])?))
         } else {
-            Tensor::cat(
-                &[
-                    self.take("linear_attn.in_proj_qkv.weight", &[channels, h])?,
-                    self.take("linear_attn.in_proj_z.weight", &[values, h])?,
-                    self.take("linear_attn.in_proj_b.weight", &[heads, h])?,
-                    self.take("linear_attn.in_proj_a.weight", &[heads, h])?,
-                ],
-                0,
-            )
+            None
         };
-        let taps = sizes.conv_kernel;
-        let conv = self.take("linear_attn.conv1d.weight", &[channels, 1, taps])?;
-        let rate = -self.take("linear_attn.A_log", &[heads])?.exp();
-        Ok(DeltaNetWeights {
-            input: input.tr(),
-            conv: floats(&conv.view([channels as i64, taps as i64]).tr()),
-            rate: floats(&rate),
-            dt_bias: self.vector("linear_attn.dt_bias", heads)?,
-            // This norm is not zero-centred in any family.
-            norm: self.vector("linear_attn.norm.weight", sizes.value_head_dim)?,
-            out: self.take("linear_attn.out_proj.weight", &[h, values])?.tr(),
-        })
-    }
-
-    fn dense(&mut self, module: &str, inner: usize) -> Result<DenseWeights, WeightError> {
-        let h = self.config.hidden_size;
-        let gate = self.take(&format!("{module}.gate_proj.weight"), &[inner, h])?;
-        let up = self.take(&format!("{module}.up_proj.weight"), &[inner, h])?;
         Ok(DenseWeights {
             gate_up: Tensor::cat(&[gate, up], 0).tr(),
-            down: self
-                .take(&format!("{module}.down_proj.weight"), &[h, inner])?
-                .tr(),
+            down: down.tr(),
+            bias,
         })
     }
 
@@ -327,36 +256,11 @@ impl<'a, 'b> Layer<'a, 'b> {
         let expert = |(gate_up, down): (&Tensor, &Tensor)| DenseWeights {
             gate_up: gate_up.tr(),
             down: down.tr(),
+            bias: None,
         };
         let experts = gate_up.iter().zip(&down).map(expert).collect();
-        let shared = match sizes.shared_intermediate_size {
-            None => None,
-            Some(inner) => Some((
-                self.dense("mlp.shared_expert", inner)?,
-                self.take("mlp.shared_expert_gate.weight", &[1, h])?.tr(),
-            )),
-        };
-        Ok(SparseWeights {
-            router,
-            experts,
-            shared,
-        })
+        Ok(SparseWeights { router, experts })
     }
-}
-
-/// Rows of Qwen3-Next's projections, which are ordered by key head, in the order of
-/// [`DeltaNetWeights::input`].
-fn sort_by_kind(qkvz: &Tensor, ba: &Tensor, sizes: &LinearAttentionConfig) -> Tensor {
-    let (dk, dv) = (sizes.key_head_dim as i64, sizes.value_head_dim as i64);
-    let key_heads = sizes.num_key_heads as i64;
-    let groups = sizes.num_value_heads as i64 / key_heads;
-    let h = qkvz.size()[1];
-    let parts = qkvz
-        .view([key_heads, -1, h])
-        .split_with_sizes([dk, dk, groups * dv, groups * dv], 1);
-    let ba = ba.view([key_heads, 2, groups, h]).unbind(1);
-    let rows: Vec<Tensor> = parts.iter().chain(&ba).map(|t| t.reshape([-1, h])).collect();
-    Tensor::cat(&rows, 0)
 }
 
 impl DenseWeights {
@@ -364,6 +268,10 @@ impl DenseWeights {
         Self {
             gate_up: self.gate_up.shallow_clone(),
             down: self.down.shallow_clone(),
+            bias: self
+                .bias
+                .as_ref()
+                .map(|(inner, down)| (inner.shallow_clone(), down.shallow_clone())),
         }
     }
 }
@@ -371,38 +279,25 @@ impl DenseWeights {
 impl LayerWeights {
     fn share(&self) -> Self {
         let optional = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-        let mixer = match &self.mixer {
-            MixerWeights::Attention(w) => MixerWeights::Attention(AttentionWeights {
-                qkv: w.qkv.shallow_clone(),
-                qkv_bias: optional(&w.qkv_bias),
-                q_norm: w.q_norm.clone(),
-                k_norm: w.k_norm.clone(),
-                o: w.o.shallow_clone(),
-                o_bias: optional(&w.o_bias),
-            }),
-            MixerWeights::DeltaNet(w) => MixerWeights::DeltaNet(DeltaNetWeights {
-                input: w.input.shallow_clone(),
-                conv: w.conv.clone(),
-                rate: w.rate.clone(),
-                dt_bias: w.dt_bias.clone(),
-                norm: w.norm.clone(),
-                out: w.out.shallow_clone(),
-            }),
+        let w = &self.attention;
+        let attention = AttentionWeights {
+            qkv: w.qkv.shallow_clone(),
+            qkv_bias: optional(&w.qkv_bias),
+            q_norm: w.q_norm.clone(),
+            k_norm: w.k_norm.clone(),
+            o: w.o.shallow_clone(),
+            o_bias: optional(&w.o_bias),
         };
         let mlp = match &self.mlp {
             MlpWeights::Dense(w) => MlpWeights::Dense(w.share()),
             MlpWeights::Sparse(w) => MlpWeights::Sparse(SparseWeights {
                 router: w.router.shallow_clone(),
                 experts: w.experts.iter().map(DenseWeights::share).collect(),
-                shared: w
-                    .shared
-                    .as_ref()
-                    .map(|(w, gate)| (w.share(), gate.shallow_clone())),
             }),
         };
         Self {
             input_norm: self.input_norm.clone(),
-            mixer,
+            attention,
             post_norm: self.post_norm.clone(),
             mlp,
         }

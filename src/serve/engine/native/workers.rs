@@ -1,16 +1,10 @@
 //! Threads that compute a step together.
 //!
 //! A step is split by sequence, not by matrix: each worker runs the whole network over its share with
-//! libtorch held to one thread, so a step has one fork and one join instead of one for every product.
-//! Worker 0 is the engine's own thread.
+//! libtorch held to one thread, so a step has one fork and one join instead of one for every product, and no
+//! thread waits in a loop for work. Worker 0 is the engine's own thread.
 
-use super::{
-    cache::RoutingMemory,
-    forward::{Forward, SequenceWork},
-    sampler::Draw,
-    states::StateOp,
-    weights::EngineWeights,
-};
+use super::{forward::SequenceWork, sampler::Draw};
 use std::{
     sync::mpsc::{channel, Receiver, Sender},
     thread::JoinHandle,
@@ -19,21 +13,30 @@ use std::{
 /// Rows of a step below which splitting costs more than it gains.
 const MIN_ROWS_TO_SPLIT: usize = 4;
 
-enum Job {
-    Step(Vec<SequenceWork>),
-    Weights(EngineWeights),
+/// What computes shares of steps.
+pub(super) trait Network: Sized + Send + 'static {
+    /// Handles to the same memory for another thread.
+    fn share(&self) -> Self;
+    /// Computes a share and draws a token for every sequence that samples, in order. None stands for logits
+    /// that are not finite.
+    fn step(&self, share: &[SequenceWork]) -> Vec<Option<Draw>>;
 }
 
-struct Remote {
-    jobs: Option<Sender<Job>>,
+enum Job<N> {
+    Step(Vec<SequenceWork>),
+    Replace(N),
+}
+
+struct Remote<N> {
+    jobs: Option<Sender<Job<N>>>,
     results: Receiver<Vec<Option<Draw>>>,
     handle: Option<JoinHandle<()>>,
 }
 
 /// All workers of an engine.
-pub(super) struct Workers {
-    local: Forward,
-    remote: Vec<Remote>,
+pub(super) struct Workers<N> {
+    local: N,
+    remote: Vec<Remote<N>>,
 }
 
 /// A worker ended by a panic, whose message is in the log.
@@ -41,28 +44,22 @@ pub(super) struct Workers {
 #[error("worker thread {0} of the engine died; the panic message is on standard error")]
 pub(super) struct WorkerDied(usize);
 
-impl Workers {
+impl<N: Network> Workers<N> {
     /// Starts `num_threads - 1` threads. Call it on the engine's thread.
-    pub(super) fn start(local: Forward, num_threads: usize) -> std::io::Result<Self> {
+    pub(super) fn start(local: N, num_threads: usize) -> std::io::Result<Self> {
         tch::set_num_threads(1);
         let mut remote = Vec::new();
         for i in 1..num_threads {
-            let mut forward = Forward {
-                shape: local.shape.clone(),
-                cache: local.cache.clone(),
-                states: local.states.clone(),
-                routing: local.routing.clone(),
-                weights: local.weights.share(),
-            };
+            let mut network = local.share();
             let (jobs, inbox) = channel();
             let (outbox, results) = channel();
             let run = move || {
                 tch::set_num_threads(1);
                 while let Ok(job) = inbox.recv() {
                     match job {
-                        Job::Weights(weights) => forward.weights = weights,
+                        Job::Replace(new) => network = new,
                         Job::Step(share) => {
-                            if outbox.send(forward.step(&share)).is_err() {
+                            if outbox.send(network.step(&share)).is_err() {
                                 break;
                             }
                         }
@@ -81,23 +78,18 @@ impl Workers {
         Ok(Self { local, remote })
     }
 
-    /// Uses these weights from the next step on.
-    pub(super) fn set_weights(&mut self, weights: EngineWeights) -> Result<(), WorkerDied> {
+    /// Uses another network from the next step on.
+    pub(super) fn replace(&mut self, network: N) -> Result<(), WorkerDied> {
         for (i, remote) in self.remote.iter().enumerate() {
-            remote.send(i, Job::Weights(weights.share()))?;
+            remote.send(i, Job::Replace(network.share()))?;
         }
-        self.local.weights = weights;
+        self.local = network;
         Ok(())
     }
 
-    /// Moves states before a step.
-    pub(super) fn move_states(&self, ops: &[StateOp]) {
-        self.local.states.apply(ops);
-    }
-
-    /// Experts of the cached tokens.
-    pub(super) fn routing(&self) -> &RoutingMemory {
-        &self.local.routing
+    /// The network of the engine's own thread.
+    pub(super) fn local(&self) -> &N {
+        &self.local
     }
 
     /// Computes a step; the draws come in the order of the sequences that sample.
@@ -135,14 +127,14 @@ impl Workers {
     }
 }
 
-impl Remote {
-    fn send(&self, i: usize, job: Job) -> Result<(), WorkerDied> {
+impl<N> Remote<N> {
+    fn send(&self, i: usize, job: Job<N>) -> Result<(), WorkerDied> {
         let sent = self.jobs.as_ref().map(|jobs| jobs.send(job));
         sent.and_then(Result::ok).ok_or(WorkerDied(i + 1))
     }
 }
 
-impl Drop for Workers {
+impl<N> Drop for Workers<N> {
     fn drop(&mut self) {
         for remote in &mut self.remote {
             drop(remote.jobs.take());

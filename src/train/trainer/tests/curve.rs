@@ -4,10 +4,7 @@
 
 use super::*;
 use crate::{
-    model::{
-        hf::{export_folder, ModelConfig},
-        net::{trace, PackedLayout, PlainValues},
-    },
+    model::{hf::export_folder, net::PackedLayout},
     train::algorithm::ppo_clip::PpoClip,
 };
 use serde_json::{json, Value};
@@ -38,24 +35,12 @@ fn load(folder: &Path) -> Policy {
     Policy::load(folder, Device::Cpu).unwrap()
 }
 
-/// A copy of a fixture for many steps. In the random hybrids the delta rule gives rows of small numbers, whose
-/// norm multiplies rounding by a hundred, and within two hundred steps programs that round differently are at
-/// different weights (with the epsilon of the fixture the losses differ by up to 0.05). A larger epsilon takes that
-/// away, and nothing else.
-fn steady(name: &str, dir: &Path) -> PathBuf {
-    let folder = dir.join("start");
-    std::fs::create_dir(&folder).unwrap();
-    for entry in std::fs::read_dir(fixture(name)).unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, folder.join(path.file_name().unwrap())).unwrap();
+/// What the reference is to compute in: as the policy does.
+fn arithmetic(policy: &Policy) -> &'static str {
+    match policy.compute_kind() {
+        Kind::Double => "f64",
+        _ => "f32",
     }
-    let config = folder.join("config.json");
-    let mut value: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
-    if ModelConfig::from_dir(&folder).unwrap().model_type.is_hybrid() {
-        value["text_config"]["rms_norm_eps"] = json!(1e-2);
-    }
-    std::fs::write(&config, value.to_string()).unwrap();
-    folder
 }
 
 /// Runs the reference; `None` where this machine has none.
@@ -95,7 +80,7 @@ fn fixed_batch(policy: &Policy) -> TrainBatch {
                 let layout = PackedLayout::single(ids.len(), Device::Cpu);
                 let rows = no_grad(|| {
                     let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
-                    policy.logits(&hidden).log_softmax(-1, Kind::Float)
+                    policy.logits(&hidden).log_softmax(-1, None::<Kind>)
                 });
                 for t in (0..s.len()).filter(|t| s.loss_mask[*t]).collect::<Vec<_>>() {
                     let exact = rows.double_value(&[t as i64 - 1, ids[t]]) as f32;
@@ -174,14 +159,16 @@ fn train(folder: &Path, batch: &TrainBatch, steps: u32) -> (Trainer, Vec<StepMet
 
 #[test]
 fn the_loss_curve_is_that_of_pytorch_with_transformers() {
-    for name in ["qwen3", "qwen3_moe", "qwen3_5"] {
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"] {
         let dir = tempfile::tempdir().unwrap();
-        let folder = steady(name, dir.path());
-        let batch = fixed_batch(&load(&folder));
+        let folder = fixture(name);
+        let policy = load(&folder);
+        let batch = fixed_batch(&policy);
         let (data, out) = (dir.path().join("data.json"), dir.path().join("curves.json"));
         std::fs::write(&data, as_json(&batch).to_string()).unwrap();
         let arguments = [
             "train".as_ref(),
+            arithmetic(&policy).as_ref(),
             folder.as_os_str(),
             data.as_os_str(),
             out.as_os_str(),
@@ -239,6 +226,7 @@ fn transformers_loads_what_was_trained() {
         let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
         let arguments = [
             "logits".as_ref(),
+            arithmetic(trainer.policy()).as_ref(),
             folder.as_os_str(),
             text.as_ref(),
             out.as_os_str(),
@@ -246,28 +234,39 @@ fn transformers_loads_what_was_trained() {
         if reference(&arguments).is_none() {
             return;
         }
-        let file = std::fs::read(&out).unwrap();
-        let file = safetensors::SafeTensors::deserialize(&file).unwrap();
-        let floats = file.tensor("logits").unwrap();
-        let floats = floats.data().chunks_exact(4);
-        let want: Vec<f32> = floats
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect();
-        let traced = trace(trainer.policy(), &[ids]);
-        let PlainValues::Floats(got) = &traced.iter().find(|t| t.name == "logits").unwrap().values else {
-            panic!("logits are floats")
-        };
+        let want = stored_numbers(&out, "logits");
+        let got = no_grad(|| {
+            let layout = PackedLayout::single(ids.len(), Device::Cpu);
+            let hidden = trainer
+                .policy()
+                .forward_hidden(&Tensor::from_slice(&ids), &layout);
+            block_loop::to_vec(&trainer.policy().logits(&hidden))
+        });
         assert_eq!(got.len(), want.len());
-        let largest = got
-            .iter()
-            .zip(&want)
-            .map(|(a, b)| (a - b).abs())
-            .fold(0.0, f32::max);
-        let mean = want.iter().sum::<f32>() / want.len() as f32;
-        let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f32>() / want.len() as f32;
-        let gap = largest / variance.sqrt();
+        let gaps = got.iter().zip(&want).map(|(a, b)| (a - b).abs());
+        let mean = want.iter().sum::<f64>() / want.len() as f64;
+        let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f64>() / want.len() as f64;
+        let gap = gaps.fold(0.0, f64::max) / variance.sqrt();
         println!("{name}: logits differ by {gap:.1e} of their standard deviation at most");
-        let hybrid = ModelConfig::from_dir(&folder).unwrap().model_type.is_hybrid();
-        assert!(gap < if hybrid { 2e-4 } else { 1e-4 }, "{name}: {gap}");
+        let wide = trainer.policy().compute_kind() == Kind::Double;
+        assert!(gap < if wide { 1e-10 } else { 1e-4 }, "{name}: {gap}");
+    }
+}
+
+/// Numbers of a tensor of a safetensors file, f32 or f64.
+fn stored_numbers(path: &Path, name: &str) -> Vec<f64> {
+    let file = std::fs::read(path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let tensor = file.tensor(name).unwrap();
+    match tensor.dtype() {
+        safetensors::Dtype::F32 => {
+            let numbers = tensor.data().chunks_exact(4).map(|b| b.try_into().unwrap());
+            numbers.map(|b| f64::from(f32::from_le_bytes(b))).collect()
+        }
+        safetensors::Dtype::F64 => {
+            let numbers = tensor.data().chunks_exact(8).map(|b| b.try_into().unwrap());
+            numbers.map(f64::from_le_bytes).collect()
+        }
+        other => panic!("{other:?}"),
     }
 }

@@ -2,7 +2,7 @@
 //! under `mpirun`, which runs this test program again.
 
 use super::{
-    families::{build, load, neighbour, nudge, FAMILIES},
+    families::{build, load, neighbour, FAMILIES},
     *,
 };
 use crate::comm::{inprocess, launch_world, Communicator};
@@ -82,32 +82,15 @@ fn whole_gradients(
     (whole, sums, norm)
 }
 
-/// Settings, policy and reference. In f32 every sequence is a row of its own on any number of ranks, because
-/// the rounding of another cut is not what is compared, and the norm behind the delta rule gets a larger
-/// epsilon: with that of the fixtures it turns the rounding of the rule's smallest outputs into noise. f64
-/// compares the fixtures as they are, packed and cut in different ways.
+/// Settings, policy and reference. Where f32 is the arithmetic, every sequence is a row of its own on any number
+/// of ranks, because the rounding of another cut is not what is compared. f64, in which f32 hybrids compute as
+/// well, compares packed rows that are cut in different ways.
 fn case(family: &str, double: bool) -> (TrainerConfig, (Policy, Policy)) {
     let mut config = with_kl_and_entropy(config());
-    config.max_token_len_per_gpu = if double { 24 } else { 1 };
+    let (policy, reference) = (build(family, double), neighbour(family, double));
+    let is_wide = double || policy.compute_kind() == Kind::Double;
+    config.max_token_len_per_gpu = if is_wide { 24 } else { 1 };
     config.temperature = 0.8;
-    if double || !["qwen3_next", "qwen3_5", "qwen3_5_moe"].contains(&family) {
-        return (config, (build(family, double), neighbour(family, double)));
-    }
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures/models")
-        .join(family);
-    let folder = tempfile::tempdir().unwrap();
-    for file in std::fs::read_dir(&source).unwrap() {
-        let path = file.unwrap().path();
-        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
-    }
-    let text = std::fs::read_to_string(source.join("config.json")).unwrap();
-    let raised = text.replace("\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-02");
-    assert_ne!(raised, text);
-    std::fs::write(folder.path().join("config.json"), raised).unwrap();
-    let policy = Policy::load(folder.path(), Device::Cpu).unwrap();
-    let reference = Policy::load(folder.path(), Device::Cpu).unwrap();
-    nudge(&reference);
     (config, (policy, reference))
 }
 
@@ -123,10 +106,6 @@ fn compare_gradients(family: &str, plan: Plan, double: bool, mesh: Arc<Mesh>) {
     for ((name, many), one) in names.zip(many).zip(one) {
         let gap = relative_gap(&[many], &[one]);
         println!("{family} {plan:?} double {double} {name}: {gap:.1e}");
-        // A few numbers that are sums in which most cancels: in f64 their gap is also some hundred times
-        // the rounding of a number.
-        let is_cancelling = name.ends_with("A_log") || name.ends_with("dt_bias");
-        let limit = if is_cancelling { 10.0 * limit } else { limit };
         assert!(gap < limit, "{family} {plan:?} double {double} {name}: {gap:e}");
     }
     assert!((sums.loss - one_sums.loss).abs() < limit, "{family} {plan:?}");

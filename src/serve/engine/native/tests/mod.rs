@@ -1,7 +1,7 @@
 //! The reference for the engine is a loop without a cache: [`Policy`] over the whole text, one token at a
 //! time.
 
-mod device;
+mod blocks;
 mod engine;
 mod families;
 mod pages;
@@ -92,7 +92,7 @@ fn logprobs(policy: &Policy, text: &[i64], divisor: f32) -> Tensor {
     no_grad(|| {
         let layout = PackedLayout::single(text.len(), Device::Cpu);
         let hidden = policy.forward_hidden(&Tensor::from_slice(text), &layout);
-        let logits = hidden.mm(&policy.head_weight().tr()) / f64::from(divisor);
+        let logits = policy.logits(&hidden) / f64::from(divisor);
         logits.log_softmax(-1, Kind::Float)
     })
 }

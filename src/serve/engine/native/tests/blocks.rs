@@ -1,16 +1,18 @@
-//! The network for a GPU, run on the host: the same code, so that it is tested without one.
+//! The network of blocks on the host, for an attention family: what a GPU runs, tested without one.
 
 use super::{naive, policy, prompt};
 use crate::{
     base::SamplingParams,
     model::net::ComputeType,
-    serve::engine::native::{device::DeviceNetwork, forward::SequenceWork, pages::PageId, sampler as draw},
+    serve::engine::native::{
+        blocks::BlockNetwork, forward::SequenceWork, pages::PageId, sampler as draw, workers::Network,
+    },
 };
 use tch::Device;
 
-fn network(policy: &crate::model::net::Policy) -> DeviceNetwork {
+fn network(policy: &crate::model::net::Policy) -> BlockNetwork {
     let place = (Device::Cpu, ComputeType::F32);
-    DeviceNetwork::new(&policy.config, &policy.export(), place, 32).unwrap()
+    BlockNetwork::new(&policy.config, &policy.export(), place, (32, 0)).unwrap()
 }
 
 fn work(start: usize, tokens: &[u32], pages: &[u32], sample: Option<(SamplingParams, f64)>) -> SequenceWork {
@@ -89,7 +91,7 @@ fn new_weights_are_used_and_wrong_ones_leave_the_old() {
     };
     let text = prompt(9, 2);
     let step =
-        |network: &DeviceNetwork| network.step(&[work(0, &text, &[1], Some((greedy, 0.0)))])[0].unwrap();
+        |network: &BlockNetwork| network.step(&[work(0, &text, &[1], Some((greedy, 0.0)))])[0].unwrap();
     let mut short = new.export();
     short.pop();
     assert!(network.set_weights(&short).is_err());
