@@ -1,3 +1,5 @@
+//! Templates render as in Python and transformers, and bad ones are refused by file.
+
 use super::*;
 use crate::model::tokenizer::testing;
 use serde_json::json;

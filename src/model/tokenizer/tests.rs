@@ -1,3 +1,5 @@
+//! Control tokens and outside text, stop ids, streams, and folders that are refused.
+
 use super::*;
 use proptest::prelude::*;
 use serde_json::json;

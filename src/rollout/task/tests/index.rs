@@ -1,3 +1,5 @@
+//! Task indexes: built, split, read (also those of pandas), refused.
+
 use super::{write_task, Path, PathBuf, TaskIndex};
 use crate::rollout::task::{build_index, val_sibling, IndexError};
 use arrow::array::{ArrayRef, Int64Array, StringArray};

@@ -1,3 +1,5 @@
+//! Task folders: what loads, what is refused, and that Harbor judges alike.
+
 use super::*;
 use std::{
     fs,
