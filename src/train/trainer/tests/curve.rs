@@ -13,6 +13,8 @@ use std::{
     process::Command,
 };
 
+mod ppo;
+
 const STEPS: u32 = 200;
 const LR: f64 = 1e-3;
 const WEIGHT_DECAY: f64 = 0.05;
@@ -45,11 +47,17 @@ fn arithmetic(policy: &Policy) -> &'static str {
 
 /// Runs the reference; `None` where this machine has none.
 fn reference(arguments: &[&std::ffi::OsStr]) -> Option<()> {
+    run_reference("transformers_reference.py", arguments)
+}
+
+fn run_reference(script: &str, arguments: &[&std::ffi::OsStr]) -> Option<()> {
     let Some(python) = std::env::var_os("LEGORL_TEST_PYTHON") else {
         eprintln!("SKIP transformers: LEGORL_TEST_PYTHON names no Python with torch and transformers");
         return None;
     };
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/references/transformers_reference.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/references")
+        .join(script);
     let run = Command::new(python).arg(script).args(arguments).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     Some(())
