@@ -15,6 +15,7 @@
 
 pub mod engine;
 pub mod error_text;
+pub mod files;
 pub mod ids;
 pub mod order;
 pub mod routing;
