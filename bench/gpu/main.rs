@@ -3,13 +3,16 @@
 //! ```text
 //! cargo bench --bench gpu -- train FOLDER [--length 4096] [--sequences 4] [--budget 4096] [--graphs] [--f32]
 //! cargo bench --bench gpu -- decode FOLDER [--batches 1,8,32,128] [--context 1024] [--tokens 64]
+//! mpirun -n N PROGRAM train FOLDER …     over N GPUs, --sequences for each [--sp 1] [--ep 1]
 //! ```
 //! `bench/gpu/run.sh` makes folders of Qwen3 shapes with random weights and runs this beside transformers.
 //!
 //! *Training:* all tokens of a sequence but the first are sampled. A step is what
 //! the trainer does with a batch: forward, loss, backward, clip, AdamW on f32 master copies. Model
 //! TFLOP/s count 6 operations a parameter and token, and attention; recomputation does not count. `host
-//! floor` is a step of one micro-batch of 64 tokens a sequence: what its launches alone take.
+//! floor` is a step of one micro-batch of 64 tokens a sequence: what its launches alone take. Over several GPUs every
+//! one has as many sequences as one alone, and rank 0 prints its own memory: in use on the device, and what the
+//! trainer's own count says of parameters, gradients, moments and of what is gathered at a time.
 //!
 //! *Decoding:* greedy, prompts of random tokens, from the first token of the last client on.
 
@@ -19,21 +22,25 @@ use legorl::{
         Engine, EngineEvent, GenerateRequest, GroupId, PolicyVersion, Purpose, RequestId, SamplingParams,
         SessionId, StopReason, TokenSequence, Trajectory, TrialKey, TrialOutcome,
     },
+    comm::{launch_world, local_rank, Communicator, World},
     model::{
-        hf::ModelConfig,
+        hf::{ModelConfig, TensorSpec},
         net::{choose_device, ComputeType, Device, DeviceChoice, Policy},
     },
     serve::engine::native::{NativeEngine, NativeEngineConfig},
     train::{
         algorithm::{AdvantageEstimator, Aggregation, LrSchedule, Objective, PolicyLoss, TrajectoryFilter},
         batch::{TrainBatch, TrainGroup},
-        trainer::{AdamWConfig, BackwardMode, CriticConfig, StepMetrics, Trainer, TrainerConfig},
+        trainer::{
+            AdamWConfig, BackwardMode, CriticConfig, Mesh, MeshConfig, ShardMemory, StepMetrics, Trainer,
+            TrainerConfig,
+        },
     },
 };
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 use tokio::sync::mpsc::{unbounded_channel, UnboundedReceiver};
 
@@ -44,7 +51,7 @@ fn main() -> anyhow::Result<()> {
         println!("gpu: skipped; usage: -- train|decode FOLDER (see bench/gpu/run.sh)");
         return Ok(());
     };
-    let device = match choose_device(DeviceChoice::Cuda, 0) {
+    let device = match choose_device(DeviceChoice::Cuda, local_rank()) {
         Ok(device) => device,
         Err(error) => {
             println!("gpu: skipped: {error}");
@@ -95,9 +102,18 @@ impl Options {
 }
 
 /// Memory in use on the device, as nvidia-smi says: the allocator keeps what it once had.
-fn memory_gib() -> String {
+fn memory_gib(device: Device) -> String {
+    let number = match device {
+        Device::Cuda(number) => number.to_string(),
+        _ => "0".into(),
+    };
     let out = std::process::Command::new("nvidia-smi")
-        .args(["--query-gpu=memory.used", "--format=csv,noheader,nounits"])
+        .args([
+            "--query-gpu=memory.used",
+            "--format=csv,noheader,nounits",
+            "--id",
+            &number,
+        ])
         .output();
     let mib = out.ok().and_then(|out| {
         let text = String::from_utf8_lossy(&out.stdout).into_owned();
@@ -107,23 +123,61 @@ fn memory_gib() -> String {
 }
 
 fn train(options: &Options) -> anyhow::Result<()> {
-    let (length, count) = (
-        options.number("--length", 4096)?,
-        options.number("--sequences", 4)?,
-    );
+    let world = launch_world()?;
+    train_as(options, &world)?;
+    Ok(world.shutdown()?)
+}
+
+/// The groups of all ranks; none for one alone.
+fn mesh(options: &Options, comm: &Arc<dyn Communicator>) -> anyhow::Result<Option<Arc<Mesh>>> {
+    let Device::Cuda(number) = options.device else {
+        unreachable!("main() chose a CUDA device")
+    };
+    if comm.size() == 1 {
+        return Ok(None);
+    }
+    let config = MeshConfig {
+        ranks: (0..comm.size()).collect(),
+        sequence: options.number("--sp", 1)? as u32,
+        experts: options.number("--ep", 1)? as u32,
+        device: Some(number),
+        timeout: Duration::from_secs(120),
+    };
+    Ok(Some(Arc::new(Mesh::new(comm, &config)?)))
+}
+
+/// A policy, or this rank's part of it, and its trainer.
+fn trainer(options: &Options, config: TrainerConfig, mesh: Option<Arc<Mesh>>) -> anyhow::Result<Trainer> {
+    let policy = match &mesh {
+        None => Policy::load(&options.folder, options.device)?,
+        Some(mesh) => {
+            let part = |spec: &TensorSpec, whole: tch::Tensor| mesh.share(&spec.name, &whole);
+            Policy::load_parts(&options.folder, options.device, part)?
+        }
+    };
+    let policy = policy.with_compute_type(options.compute());
+    Ok(Trainer::over_ranks(config, policy, None, mesh)?)
+}
+
+fn train_as(options: &Options, world: &World) -> anyhow::Result<()> {
+    let ranks = world.comm.size() as usize;
+    let length = options.number("--length", 4096)?;
+    let count = ranks * options.number("--sequences", 4)?;
     let budget = options.number("--budget", length)?;
     let mode = if options.has("--graphs") {
         BackwardMode::BlockGraphs
     } else {
         BackwardMode::BlockLoop
     };
-    let policy = Policy::load(&options.folder, options.device)?.with_compute_type(options.compute());
-    let model = policy.config.clone();
-    let mut trainer = Trainer::new(config(budget, mode), policy, None)?;
+    let mut trainer = trainer(options, config(budget, mode), mesh(options, &world.comm)?)?;
+    let model = trainer.policy().config.clone();
+    let Device::Cuda(number) = options.device else {
+        unreachable!("main() chose a CUDA device")
+    };
     let mut run = |step, length| -> anyhow::Result<(f64, StepMetrics)> {
         let begin = Instant::now();
         let metrics = trainer.step(&batch(step, count, length, model.vocab_size))?;
-        tch::Cuda::synchronize(0);
+        tch::Cuda::synchronize(number as i64);
         Ok((begin.elapsed().as_secs_f64(), metrics))
     };
     // Warm-up: kernels load, the allocator takes its memory.
@@ -132,9 +186,12 @@ fn train(options: &Options) -> anyhow::Result<()> {
     for step in 2..=5 {
         seconds.push(run(step, length)?);
     }
-    let small = 64.min(budget / count);
+    let small = 64.min(budget * ranks / count).max(2);
     run(6, small)?;
     let (floor, _) = run(7, small)?;
+    if world.comm.rank() > 0 {
+        return Ok(());
+    }
     seconds.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (best, worst) = (seconds[0].0, seconds[seconds.len() - 1].0);
     let (median, metrics) = &seconds[seconds.len() / 2];
@@ -150,12 +207,25 @@ fn train(options: &Options) -> anyhow::Result<()> {
         6.0 * (model.num_hidden_layers * model.num_attention_heads * model.head_dim) as f64 * length as f64;
     let flops = tokens * (6.0 * dense + attention);
     println!(
-        "train {} {mode:?} {:?} {count} x {length}, budget {budget}: {:.0} tokens/s, {median:.3} s a step ({best:.3} to {worst:.3}), {:.0} model TFLOP/s, host floor {floor:.3} s, {} GiB",
+        "train {} {mode:?} {:?} on {ranks}: {count} x {length}, budget {budget}: {:.0} tokens/s, {median:.3} s a step ({best:.3} to {worst:.3}), {:.0} model TFLOP/s, host floor {floor:.3} s, {} GiB",
         options.folder.display(),
         options.compute(),
         tokens / median,
         flops / median / 1e12,
-        memory_gib()
+        memory_gib(options.device)
+    );
+    let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
+    let ShardMemory {
+        shares,
+        gathered_peak,
+        largest_unit,
+    } = trainer.memory();
+    println!(
+        "  of a rank, GiB: parameters {0:.3}, gradients {0:.3}, moments {1:.3}, gathered at most {2:.3} (largest unit {3:.3})",
+        gib(shares),
+        gib(2 * shares),
+        gib(gathered_peak),
+        gib(largest_unit)
     );
     let stages: Vec<String> = metrics
         .values
@@ -294,7 +364,7 @@ fn decode_batch(
         made / seconds,
         1e3 * seconds * batch as f64 / made,
         (batch * context) as f64 / prefill,
-        memory_gib()
+        memory_gib(config.device)
     );
     Ok(())
 }

@@ -38,7 +38,7 @@ pub enum DeviceArg {
 /// Element type of the residual stream.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DtypeArg {
-    /// 32-bit float.
+    /// 32-bit float; 64-bit for families with a delta net.
     F32,
     /// bfloat16; norms, softmaxes and the delta rule stay f32.
     Bf16,
@@ -54,7 +54,7 @@ The output holds, for input_ids [B,T] (all rows have T tokens: none is padded) o
   topk [S,B*T,k] and topk_w: experts, most likely first, and their weights as they multiply the experts' outputs,
     so summing to 1 where norm_topk_prob says so (sparse families); row b*T+t is of token t of sequence b,
   greedy [B,8+N]: the first 8 tokens of each row and what follows them.
-Numbers are f32 (also with --dtype bf16), ids i64.")]
+Numbers are written as f32 (whatever was computed in), ids as i64.")]
 pub struct ModelRunArgs {
     /// Folder in Hugging Face layout
     pub folder: PathBuf,
@@ -70,7 +70,7 @@ pub struct ModelRunArgs {
     /// Where to compute
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: DeviceArg,
-    /// Element type of the residual stream
+    /// Element type of the residual stream; f32 is f64 for families with a delta net
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: DtypeArg,
     /// CPU threads; 0 takes the cores that the process may use

@@ -1,7 +1,7 @@
 //! Bytes per GPU of a training step and of an engine, part by part.
 //!
-//! Trainer, with `T` tokens of a micro-batch on a rank, `s` bytes of a computed number and state sharded
-//! over `R` ranks:
+//! Trainer, with `T` tokens of a micro-batch on a rank, `s` bytes of a computed number (8 for a family with a
+//! delta net where the others compute in f32) and state sharded over `R` ranks:
 //!
 //! | Part | Bytes |
 //! |---|---|
@@ -56,7 +56,7 @@ pub struct TrainPlan {
     pub reference_bytes: u64,
     /// Bytes of a weight of the critic with its gradient and moments; 0 without one. Its trunk is the policy's.
     pub critic_bytes: u64,
-    /// Bytes of a computed number.
+    /// Bytes of a computed number; 4 stands for 8 in families with a delta net, but for weights that are gathered.
     pub compute_bytes: u64,
     /// Tokens of a micro-batch on a rank.
     pub tokens: u64,
@@ -140,7 +140,8 @@ pub fn train(shape: &ModelShape, plan: &TrainPlan) -> Estimate {
     } else {
         0
     };
-    let block = saved_per_token(shape, plan.backward) * plan.tokens * plan.compute_bytes;
+    let number_bytes = computed_bytes(shape, plan.compute_bytes);
+    let block = saved_per_token(shape, plan.backward, number_bytes) * plan.tokens * number_bytes;
     let kept = plan.kept_blocks.min(shape.layers);
     // A kept block's activations are there already; only its gradients are new.
     let one_block = if kept == shape.layers { block } else { 2 * block };
@@ -154,13 +155,13 @@ pub fn train(shape: &ModelShape, plan: &TrainPlan) -> Estimate {
         ("gathered layer", gathered),
         (
             "block inputs",
-            shape.layers * plan.tokens * shape.hidden * plan.compute_bytes,
+            shape.layers * plan.tokens * shape.hidden * number_bytes,
         ),
         ("kept activations", kept * block),
         ("one block", one_block),
         (
             "head",
-            plan.head_rows.min(plan.tokens) * shape.vocab * logit_bytes(plan.backward, plan.compute_bytes),
+            plan.head_rows.min(plan.tokens) * shape.vocab * logit_bytes(plan.backward, number_bytes),
         ),
         ("context", if plan.gpu { CONTEXT_BYTES } else { 0 }),
     ])
@@ -170,10 +171,7 @@ pub fn train(shape: &ModelShape, plan: &TrainPlan) -> Estimate {
 pub fn engine(shape: &ModelShape, plan: &EnginePlan) -> Estimate {
     let ranks = plan.tensor_parallel.max(1);
     let kv_heads = shape.kv_heads.div_ceil(ranks);
-    let number = match plan.number_bytes {
-        4 if shape.delta.is_some() => 8,
-        bytes => bytes,
-    };
+    let number = computed_bytes(shape, plan.number_bytes);
     let per_token = shape.attention_layers * 2 * kv_heads * shape.head_dim * number;
     let state = shape.delta.map_or(0, |d| {
         let matrix = d.value_heads * d.key_dim * d.value_dim * number.max(4);
@@ -189,22 +187,32 @@ pub fn engine(shape: &ModelShape, plan: &EnginePlan) -> Estimate {
     ])
 }
 
+/// Bytes of a number that is computed with: 4 stands for 8 in families with a delta net, whose f32 is computed in f64.
+fn computed_bytes(shape: &ModelShape, bytes: u64) -> u64 {
+    match bytes {
+        4 if shape.delta.is_some() => 8,
+        bytes => bytes,
+    }
+}
+
 /// Bytes that exist of one logit at the peak of the head.
 fn logit_bytes(backward: Backward, compute: u64) -> u64 {
+    let wide = compute.max(4);
     match backward {
-        // The product, its copy in f32, the log-softmax, its gradient, and the product's gradient.
-        Backward::Autograd => compute + 4 + 4 + 4 + compute,
-        // The product, and one f32 buffer that is turned into its own gradient.
-        Backward::Written => compute + 4,
+        // The product, its copy in f32 or wider, the log-softmax, its gradient, and the product's gradient.
+        Backward::Autograd => compute + 3 * wide + compute,
+        // The product, and one buffer of f32 or wider that is turned into its own gradient.
+        Backward::Written => compute + wide,
     }
 }
 
 /// Numbers that the backward pass of the largest kind of block reads, a token, without its input.
-/// A number in f32 counts twice: the unit is the compute type.
-pub fn saved_per_token(shape: &ModelShape, backward: Backward) -> u64 {
-    let mixer = attention(shape, backward).max(delta(shape));
+/// The unit is the computed number of `number_bytes`: one that is kept in f32 beside bf16 counts twice.
+pub fn saved_per_token(shape: &ModelShape, backward: Backward, number_bytes: u64) -> u64 {
+    let wide = 4u64.div_ceil(number_bytes);
+    let mixer = attention(shape, backward).max(delta(shape, wide));
     let mlp = match &shape.experts {
-        Some(_) => sparse_mlp(shape).max(dense_mlp(shape, backward)),
+        Some(_) => sparse_mlp(shape, wide).max(dense_mlp(shape, backward)),
         None => dense_mlp(shape, backward),
     };
     mixer + mlp
@@ -225,14 +233,14 @@ fn attention(shape: &ModelShape, backward: Backward) -> u64 {
     }
 }
 
-fn delta(shape: &ModelShape) -> u64 {
+fn delta(shape: &ModelShape, wide: u64) -> u64 {
     shape.delta.map_or(0, |d| {
         let (keys, values) = (d.key_heads * d.key_dim, d.value_heads * d.value_dim);
         // Normed input, projections with the output gate, convolution and its activation, residual.
         let projected = 2 * shape.hidden + (2 * keys + 2 * values) + 2 * (2 * keys + values);
-        // Per value head in f32: three chunk matrices, four of key and three of value width.
+        // Per value head in f32 or wider: three chunk matrices, four of key and three of value width.
         let chunked = d.value_heads * (3 * DELTA_CHUNK + 4 * d.key_dim + 3 * d.value_dim);
-        projected + 2 * chunked + 2 * values
+        projected + wide * chunked + 2 * values
     })
 }
 
@@ -245,7 +253,7 @@ fn dense_mlp(shape: &ModelShape, backward: Backward) -> u64 {
     }
 }
 
-fn sparse_mlp(shape: &ModelShape) -> u64 {
+fn sparse_mlp(shape: &ModelShape, wide: u64) -> u64 {
     shape.experts.map_or(0, |e| {
         // A row of an expert: input, gate, up, activation, product, output.
         let routed = e.per_token * (2 * shape.hidden + 4 * e.intermediate);
@@ -254,8 +262,8 @@ fn sparse_mlp(shape: &ModelShape) -> u64 {
         } else {
             0
         };
-        // Normed input, router probabilities in f32.
-        shape.hidden + 2 * e.count + routed + shared
+        // Normed input, router probabilities in f32 or wider.
+        shape.hidden + wide * e.count + routed + shared
     })
 }
 

@@ -2,11 +2,12 @@
 //!
 //! ```text
 //! LD_LIBRARY_PATH=SITE/torch/lib:SITE/nvidia/cu13/lib cargo nextest run -p legorl --test gpu --no-capture
-//! LD_LIBRARY_PATH=… mpirun -n 2 TEST-PROGRAM --exact collectives::nccl_gives_what_messages_give --nocapture
+//! LD_LIBRARY_PATH=… mpirun -n N TEST-PROGRAM --exact TEST --nocapture
 //! ```
 //! SITE is the folder `site-packages` of a PyTorch 2.11 with CUDA, TEST-PROGRAM the program that cargo
-//! built for the first line. The second line needs two GPUs, and so does `ranks::a_step_over_gpus_is_that_of_one`. Fixtures are read from tests/fixtures/models of
-//! the current folder.
+//! built for the first line. The second line needs N GPUs, 2 or more, and is for one test of `collectives` or `ranks`
+//! at a time: a process joins the other ranks once. Fixtures are read from tests/fixtures/models of the current
+//! folder.
 
 #[cfg(all(feature = "cuda", feature = "mpi"))]
 mod collectives;

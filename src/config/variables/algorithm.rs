@@ -44,7 +44,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(ALGORITHM, "CLIP_RATIO_C", between(1.0, 1e6), Value("3.0"), "", Advanced,
         "Second bound of the ratio where the advantage is negative (dual clip)."),
     row(ALGORITHM, "LOSS_AGG_MODE", Choice(LossAggMode::NAMES), Value("seq-mean-token-mean"), "", Common,
-        "How token losses become one number."),
+        "How token losses become one number. The policy loss of `gspo` is the mean over sequences in every mode."),
     row(ALGORITHM, "ENTROPY_COEFF", between(-10.0, 10.0), Value("0.0"), "", Common,
         "Weight of the entropy bonus."),
     row(ALGORITHM, "USE_KL_LOSS", Bool, Value("True"), "", Common,
@@ -87,7 +87,7 @@ pub(super) const VARIABLES: &[Variable] = &[
         "With the filter on, adds overlong to its reasons."),
 
     row(CRITIC, "CRITIC_LR", between(0.0, 1.0), Value("1e-5"), "", Common,
-        "Learning rate of the critic of `gae`; its course and the rest of its optimizer are those of the policy."),
+        "Learning rate of the critic of `gae`; its course and the rest of its optimizer are those of the policy. Its head starts at 0 and moves by about this in an update, so a small policy that trains for few steps needs more."),
     row(CRITIC, "CRITIC_WARMUP", integer(0), Value("0"), "steps", Common,
         "Steps at the start in which only the critic learns."),
     row(CRITIC, "CLIPRANGE_VALUE", number(1e-9), Value("0.5"), "", Advanced,

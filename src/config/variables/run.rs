@@ -70,7 +70,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(TOPOLOGY, "DEVICE", Choice(DeviceName::NAMES), Value("auto"), "", Common,
         "Where trainer and engine compute. `auto` takes CUDA where the driver shows a device, else the CPU; `cuda` refuses to start without one. A rank takes the device with its number on the node (`SLURM_LOCALID`), or the only one that it sees."),
     row(TOPOLOGY, "MODEL_DTYPE", Choice(ModelDtype::NAMES), Unset("bf16 on a GPU, f32 on the CPU"), "", Common,
-        "Element type of matrix products in the trainer and in an engine on a GPU. With `bf16` the trainer keeps parameters, gradients and moments in f32; the engine on the CPU computes in f32."),
+        "Element type of matrix products in the trainer and in an engine on a GPU. With `bf16` the trainer keeps parameters, gradients and moments in f32; the engine on the CPU computes in f32. Families with a delta net (`qwen3_next`, `qwen3_5`, `qwen3_5_moe`) compute in f64 where this says `f32`: in f32 their log-probabilities would depend on how a text is cut. Their parameters, gradients and moments stay f32."),
     row(TOPOLOGY, "TORCH_NUM_THREADS", whole(0, 65_536), Value("0"), "threads", Advanced,
         "CPU threads of tensor operations per rank; 0 takes the cores that the process may use."),
 

@@ -289,7 +289,7 @@ fn convolve_pieces(x: &Tensor, weight: &Tensor, rows: &TapRows, kept: &mut Tenso
     let all = Tensor::cat(&[&kept.flatten(0, 1), x], 0);
     let mut y = x * weight.select(2, taps - 1).view([1, -1]);
     for (back, rows) in (1..).zip(&rows.back) {
-        y = y + all.index_select(0, rows) * weight.select(2, taps - 1 - back).view([1, -1]);
+        y += all.index_select(0, rows) * weight.select(2, taps - 1 - back).view([1, -1]);
     }
     *kept = all.index_select(0, &rows.kept).view_as(kept);
     y

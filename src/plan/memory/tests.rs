@@ -147,6 +147,29 @@ fn a_mixture_of_experts_on_one_and_two_nodes() {
     }
 }
 
+/// Layers of Qwen3.5-35B-A3B in what `MODEL_DTYPE=f32` means: numbers have eight bytes, gathered weights four.
+#[test]
+fn a_trainer_computes_families_with_a_delta_net_in_f64_where_f32_is_asked_for() {
+    let part = |shape: &ModelShape, compute_bytes: u64, name: &str| {
+        let plan = TrainPlan {
+            shards: 8,
+            gradient_bytes: 4,
+            compute_bytes,
+            ..one_gpu(1000, 0, Backward::Autograd)
+        };
+        let estimate = train(shape, &plan);
+        estimate.parts.iter().find(|(n, _)| *n == name).unwrap().1
+    };
+    let (hybrid, dense) = (qwen35_35b(), qwen3(2560, 36, 32, 9728));
+    assert_eq!(part(&hybrid, 4, "block inputs"), 1000 * 40 * 2048 * 8);
+    assert_eq!(part(&hybrid, 2, "block inputs"), 1000 * 40 * 2048 * 2);
+    assert_eq!(part(&dense, 4, "block inputs"), 1000 * 36 * 2560 * 4);
+    // Logits, log-softmax, the gradients of both, and one copy.
+    assert_eq!(part(&hybrid, 4, "head"), 1000 * 248_320 * 5 * 8);
+    let gathered = |bytes| part(&hybrid, bytes, "gathered layer");
+    assert_eq!(gathered(4) * 8, gathered(2) * 12);
+}
+
 /// Qwen3.5-35B-A3B: ten layers attend with two heads of 256, thirty have a state of 32 x 128 x 128 and three inputs
 /// of 8,192 channels.
 #[test]

@@ -10,8 +10,8 @@
 //!
 //! `l_t = max(−A s_t, −A clip(s_t, 1 − low, 1 + high))`.
 //!
-//! Summed with `seq-mean-token-mean` the gradient is that of the sequence objective: `∂s/∂log π_t = s/n`.
-//! The exponent is bounded above by 10. verl: `compute_policy_loss_gspo`.
+//! Summed with `seq-mean-token-mean`, whatever `LOSS_AGG_MODE` says of the other terms, the gradient is that of
+//! the sequence objective: `∂s/∂log π_t = s/n`. The exponent is bounded above by 10. verl: `compute_policy_loss_gspo`.
 
 use super::objective::TokenLosses;
 

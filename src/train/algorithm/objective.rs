@@ -2,7 +2,8 @@
 //!
 //! `J = agg(policy loss) + KL_LOSS_COEF · agg(KL to the reference) − ENTROPY_COEFF · agg(entropy)`
 //!
-//! `agg` is [`Aggregation`]. Sequences meet only in its factors, which depend on lengths and weights and
+//! `agg` is [`Aggregation`]; the policy loss of GSPO is a mean over sequences in every mode
+//! ([`PolicyLoss::aggregation`]). Sequences meet only in its factors, which depend on lengths and weights and
 //! are known before the first forward pass ([`ObjectiveScale`]). So the derivatives of one sequence need
 //! nothing of the others, and a mini-batch may be cut into micro-batches at will.
 
@@ -59,6 +60,15 @@ impl PolicyLoss {
         }
     }
 
+    /// How its token losses are summed where `LOSS_AGG_MODE` is `mode`: that of GSPO is an objective of
+    /// sequences (Zheng et al. 2025, equation 5), so a long one never counts for more. verl does the same.
+    pub fn aggregation(&self, mode: Aggregation) -> Aggregation {
+        match self {
+            Self::Ppo(_) => mode,
+            Self::Gspo(_) => Aggregation::SeqMeanTokenMean,
+        }
+    }
+
     fn token_losses(&self, terms: &SequenceTerms<'_>) -> TokenLosses {
         match self {
             Self::Ppo(clip) => clip.token_losses(terms.logprobs, terms.old_logprobs, terms.advantages),
@@ -81,7 +91,7 @@ pub struct KlLoss {
 pub struct Objective {
     /// Surrogate.
     pub policy_loss: PolicyLoss,
-    /// How token losses are summed.
+    /// How token losses are summed (`LOSS_AGG_MODE`).
     pub aggregation: Aggregation,
     /// KL to the reference policy; `None` needs no reference.
     pub kl: Option<KlLoss>,
@@ -138,20 +148,20 @@ impl SequenceDerivatives {
 /// Aggregation factors of the sequences of one mini-batch.
 #[derive(Clone, Debug)]
 pub struct ObjectiveScale {
+    /// Of the policy loss.
+    policy: Vec<f64>,
+    /// Of everything else.
     factors: Vec<f64>,
 }
 
 impl ObjectiveScale {
     /// For the sequences of a whole mini-batch, in order.
-    pub fn new(aggregation: Aggregation, mini_batch: &[SequenceShape]) -> Self {
+    pub fn new(objective: &Objective, mini_batch: &[SequenceShape]) -> Self {
+        let mode = objective.aggregation;
         Self {
-            factors: aggregation.coefficients(mini_batch),
+            policy: objective.policy_loss.aggregation(mode).coefficients(mini_batch),
+            factors: mode.coefficients(mini_batch),
         }
-    }
-
-    /// Factor of a sequence's token losses.
-    pub fn factor(&self, index: usize) -> f64 {
-        self.factors[index]
     }
 }
 
@@ -189,14 +199,14 @@ impl Objective {
         index: usize,
         sums: &mut ObjectiveSums,
     ) -> SequenceDerivatives {
-        let factor = scale.factors[index];
+        let (factor, policy_factor) = (scale.factors[index], scale.policy[index]);
         let policy = self.policy_loss.token_losses(terms);
         let importance = |t: usize| terms.importance_weights.map_or(1.0, |w| w[t]);
         let mut pg_loss = 0.0;
         let mut logprobs = Vec::with_capacity(policy.loss.len());
         for (t, (loss, derivative)) in policy.loss.iter().zip(&policy.derivative).enumerate() {
-            pg_loss += factor * loss * importance(t);
-            logprobs.push(factor * derivative * importance(t));
+            pg_loss += policy_factor * loss * importance(t);
+            logprobs.push(policy_factor * derivative * importance(t));
         }
         let mut kl_loss = 0.0;
         let mut kl_term = 0.0;

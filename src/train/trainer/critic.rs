@@ -5,13 +5,17 @@
 //! the policy predicts that token. Parameters have the names of the policy, without its output head, and
 //! `score.weight`, `score.bias`, as transformers names a head with one label.
 //!
+//! AdamW moves each weight of the head by about `CRITIC_LR` in an update. Before predictions can tell trials apart
+//! they have to reach the mean return, which takes some `1 / (CRITIC_LR · H)` updates; on that way they differ by
+//! token, not by what the token says, and `critic/vf_explained_var` is near 0 or below it.
+//!
 //! Forward and backward go block by block like the policy's ([`super::block_loop`]).
 
 use super::{
     block_loop::{to_vec, vector_jacobian, Gradients, Network},
     dealing::deal,
     mesh::Mesh,
-    optimizer::{AdamW, Moments},
+    optimizer::AdamW,
     samples::Samples,
     shards::{units_of, Given, Shards},
     TrainError, TrainerConfig,
@@ -20,8 +24,8 @@ use crate::{
     base::WeightError,
     model::net::Policy,
     train::{
-        algorithm::{ObjectiveScale, ValueSums},
-        checkpoint::CriticState,
+        algorithm::ValueSums,
+        checkpoint::{CriticState, PieceIndex},
     },
 };
 use std::sync::Arc;
@@ -182,7 +186,7 @@ impl Critic {
         mini_batch: &[usize],
     ) -> Result<(Gradients, ValueSums), TrainError> {
         let shapes: Vec<_> = mini_batch.iter().map(|&i| samples.sequences[i].shape()).collect();
-        let scale = ObjectiveScale::new(config.objective.aggregation, &shapes);
+        let factors = config.objective.aggregation.coefficients(&shapes);
         let network = self.network(config);
         let mesh = self.shards.mesh();
         let norm_name = self.trunk.config.norm_spec().name;
@@ -192,7 +196,7 @@ impl Critic {
         let evaluate = |place: usize, values: &[f64], sums: &mut ValueSums| {
             let sample = &samples.sequences[mini_batch[place]];
             let clip = &config.critic.clip;
-            clip.evaluate(values, &sample.values, &sample.returns, scale.factor(place), sums)
+            clip.evaluate(values, &sample.values, &sample.returns, factors[place], sums)
         };
         let mut sums = ValueSums::default();
 
@@ -250,32 +254,29 @@ impl Critic {
         Ok((gradients, sums))
     }
 
-    /// Copies of weights and moments, whole.
-    pub(super) fn export(&self) -> Result<CriticState, TrainError> {
-        Ok(CriticState {
-            weights: self.shards.export_parameters()?,
-            optimizer: self.optimizer.export(&self.shards)?,
-        })
+    /// Copies of what this rank owns of weights and moments.
+    pub(super) fn snapshot(&self) -> CriticState {
+        CriticState {
+            weights: self.shards.snapshot("", &self.shards.shares()),
+            optimizer: self.optimizer.snapshot(&self.shards),
+        }
     }
 
-    /// This rank's part of an export that another rank keeps.
-    pub(super) fn assist_export(&self) -> Result<(), TrainError> {
-        self.shards.assist_export(&self.shards.shares())?;
-        self.optimizer.assist_export(&self.shards)
-    }
-
-    /// Reads a saved state, for [`Critic::restore`]; nothing changes.
-    pub(super) fn read(&self, state: &CriticState) -> Result<SavedCritic, WeightError> {
-        Ok(SavedCritic {
-            weights: self.shards.read("", &state.weights)?,
-            moments: AdamW::read(&self.shards, &state.optimizer)?,
-        })
+    /// Looks whether a saved state fits, for [`Critic::restore`]; nothing changes.
+    pub(super) fn check<'a>(&self, state: &'a CriticState) -> Result<SavedCritic<'a>, WeightError> {
+        let saved = SavedCritic {
+            weights: PieceIndex::new(&state.weights)?,
+            moments: PieceIndex::new(&state.optimizer)?,
+        };
+        self.shards.check("", &saved.weights)?;
+        AdamW::check(&self.shards, &saved.moments)?;
+        Ok(saved)
     }
 
     /// Continues from a saved state after `updates` updates.
-    pub(super) fn restore(&mut self, saved: SavedCritic, updates: u64) {
+    pub(super) fn restore(&mut self, saved: &SavedCritic<'_>, updates: u64) {
         self.shards.set_parameters(&saved.weights);
-        self.optimizer.restore(saved.moments, updates);
+        self.optimizer.restore(&self.shards, &saved.moments, updates);
     }
 
     /// Predictions of whole sequences in one autograd graph: the oracle of the block loop.
@@ -290,7 +291,7 @@ impl Critic {
 }
 
 /// A state that fits the critic.
-pub(super) struct SavedCritic {
-    weights: Vec<Tensor>,
-    moments: Moments,
+pub(super) struct SavedCritic<'a> {
+    weights: PieceIndex<'a>,
+    moments: PieceIndex<'a>,
 }

@@ -88,8 +88,9 @@ impl Mesh {
             let members: Vec<u32> = (0..n).filter(|r| member(*r)).map(|r| ranks[r]).collect();
             let group = group(comm.clone(), &members, Tag::group(number), config.timeout)?;
             let tensors = match config.device {
-                Some(device) if members.len() > 1 => on_device(comm, &group, number, device, config.timeout)?,
-                _ => group.clone(),
+                _ if members.len() == 1 => None,
+                Some(device) => Some(on_device(comm, &group, number, device, config.timeout)?),
+                None => Some(group.clone()),
             };
             Ok::<_, CommError>(TensorGroup {
                 numbers: group,
@@ -197,21 +198,31 @@ fn on_device(
 pub(super) struct TensorGroup {
     /// For plain numbers, in host memory.
     numbers: Arc<dyn Collectives>,
-    /// For tensors, where they are.
-    tensors: Arc<dyn Collectives>,
+    /// For tensors, where they are: `numbers` would take an address of a device for one of the host. A rank alone
+    /// has nobody to exchange with.
+    tensors: Option<Arc<dyn Collectives>>,
     failure: Failure,
 }
 
 /// A tensor on its way.
 pub(super) struct PendingTensor {
-    handle: Box<dyn Pending>,
+    /// `None` where the tensor is here already.
+    handle: Option<Box<dyn Pending>>,
     _sent: Tensor,
     received: Tensor,
 }
 
 impl PendingTensor {
+    fn here(received: Tensor) -> Self {
+        Self {
+            handle: None,
+            _sent: received.shallow_clone(),
+            received,
+        }
+    }
+
     pub(super) fn wait(self) -> Result<Tensor, CommError> {
-        self.handle.wait()?;
+        self.handle.map_or(Ok(()), Pending::wait)?;
         Ok(self.received)
     }
 }
@@ -244,33 +255,36 @@ impl TensorGroup {
         self.numbers.size()
     }
 
-    /// Starts to gather `[n]` of every rank into `[ranks, n]`.
+    /// Starts to gather `[n]` of every rank into `[ranks, n]`. A rank alone gets its own tensor, not a copy.
     pub(super) fn start_gather(&self, phase: &str, own: &Tensor) -> Result<PendingTensor, CommError> {
         let own = own.detach().contiguous();
+        let Some(tensors) = &self.tensors else {
+            return Ok(PendingTensor::here(own.view([1, -1])));
+        };
         let received = Tensor::empty(
             [self.ranks() as i64, own.numel() as i64],
             (own.kind(), own.device()),
         );
         // SAFETY: both tensors are contiguous, stay in the handle, and nobody else has the second one.
-        let handle = unsafe { self.tensors.all_gather(phase, memory(&own), memory(&received)) }?;
+        let handle = unsafe { tensors.all_gather(phase, memory(&own), memory(&received)) }?;
         Ok(PendingTensor {
-            handle,
+            handle: Some(handle),
             _sent: own,
             received,
         })
     }
 
-    /// Starts to sum `[ranks, n]` over the ranks; each gets its row `[n]`.
+    /// Starts to sum `[ranks, n]` over the ranks; each gets its row `[n]`, a rank alone that of its own tensor.
     pub(super) fn start_reduce(&self, phase: &str, all: &Tensor) -> Result<PendingTensor, CommError> {
         let all = all.detach().contiguous();
+        let Some(tensors) = &self.tensors else {
+            return Ok(PendingTensor::here(all.view([-1])));
+        };
         let received = Tensor::empty([all.size()[1]], (all.kind(), all.device()));
         // SAFETY: as in `start_gather`.
-        let handle = unsafe {
-            self.tensors
-                .reduce_scatter(phase, memory(&all), memory(&received))
-        }?;
+        let handle = unsafe { tensors.reduce_scatter(phase, memory(&all), memory(&received)) }?;
         Ok(PendingTensor {
-            handle,
+            handle: Some(handle),
             _sent: all,
             received,
         })
@@ -325,6 +339,9 @@ impl TensorGroup {
     }
 
     fn exchange_rows(&self, x: &Tensor, send: &[i64], receive: &[i64]) -> Result<Tensor, CommError> {
+        let Some(tensors) = &self.tensors else {
+            return Ok(x.shallow_clone());
+        };
         let width: i64 = x.size()[1..].iter().product();
         let numbers = |rows: &[i64]| -> Vec<usize> { rows.iter().map(|r| (r * width) as usize).collect() };
         let mut size = x.size();
@@ -332,7 +349,7 @@ impl TensorGroup {
         let received = Tensor::empty(&size[..], (x.kind(), x.device()));
         // SAFETY: `x` is contiguous and borrowed, `received` is nobody else's, until the operation has ended.
         unsafe {
-            self.tensors.all_to_all(
+            tensors.all_to_all(
                 "exchange of a layer",
                 memory(x),
                 &numbers(send),

@@ -5,6 +5,14 @@
 //! trial of the batch ended, `invalid_*` those that are not trained on (without a verdict, or filtered). Keys
 //! whose value is not defined (a correlation of constants, a mean over nothing) are left out; the counts
 //! beside them say why.
+//!
+//! Definitions are verl's too (`metric_utils`, `core_algos`, `rollout_corr_helper`), with these differences:
+//!
+//! - `critic/score` and `critic/rewards` have one number a trial, not one a sequence; `critic/returns` is there
+//!   with a critic only (without one it is the advantages); `num_turns` counts model calls.
+//! - `actor/pg_loss`, `actor/kl_loss` and `critic/vf_loss` are means over the updates of a step, not their sums.
+//! - `training/rollout_*` looks at tokens that the trainer's own version sampled; `staleness/lag_*` has the others.
+//! - `perf/throughput` is that of all ranks together, not by GPU.
 
 use super::{critic::CriticUpdate, replay, samples::Samples, StageTimer, Trainer, TrainerConfig};
 use crate::{
@@ -237,6 +245,7 @@ impl MetricsBuilder {
         struct Lag {
             correlation: Correlation,
             difference_sum: f64,
+            difference_square: f64,
             difference_max: f64,
         }
         let mut by_lag: BTreeMap<u32, Lag> = BTreeMap::new();
@@ -251,8 +260,10 @@ impl MetricsBuilder {
                 let lag = by_lag.entry(version.saturating_sub(*token_version)).or_default();
                 let (rollout, training) = (rollout.exp(), training.exp());
                 lag.correlation.add(rollout, training);
-                lag.difference_sum += (rollout - training).abs();
-                lag.difference_max = lag.difference_max.max((rollout - training).abs());
+                let difference = (rollout - training).abs();
+                lag.difference_sum += difference;
+                lag.difference_square += difference * difference;
+                lag.difference_max = lag.difference_max.max(difference);
             }
             pairs.push(SequencePair {
                 rollout: &sample.rollout_logprobs,
@@ -284,11 +295,14 @@ impl MetricsBuilder {
                 }
             }
             if lag == 0 {
-                self.put(
-                    "training/rollout_probs_diff_mean",
-                    stats.difference_sum / count as f64,
-                );
+                let mean = stats.difference_sum / count as f64;
+                self.put("training/rollout_probs_diff_mean", mean);
                 self.put("training/rollout_probs_diff_max", stats.difference_max);
+                if count > 1 {
+                    let square = stats.difference_square - mean * stats.difference_sum;
+                    let deviation = (square.max(0.0) / (count - 1) as f64).sqrt();
+                    self.put("training/rollout_probs_diff_std", deviation);
+                }
             }
         }
     }

@@ -336,7 +336,7 @@ impl Trainer {
             .iter()
             .map(|&i| samples.sequences[i].kept_shape())
             .collect();
-        let scale = ObjectiveScale::new(self.config.objective.aggregation, &shapes);
+        let scale = ObjectiveScale::new(&self.config.objective, &shapes);
         let mut sums = ObjectiveSums::default();
         let mut gradients = self.shards.zero_gradients();
         let network = Network::new(&self.policy, &self.shards, &self.config);

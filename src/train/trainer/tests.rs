@@ -1,6 +1,8 @@
 mod families;
 #[cfg(feature = "mpi")]
 mod ranks;
+#[cfg(feature = "mpi")]
+mod saved;
 
 use super::*;
 use crate::{
@@ -15,6 +17,7 @@ use crate::{
             TrajectoryFilter,
         },
         batch::TrainGroup,
+        checkpoint::TensorPiece,
     },
 };
 use rand::{Rng, SeedableRng};
@@ -715,6 +718,36 @@ fn metrics_count_trials_drops_and_staleness() {
     }
 }
 
+/// verl's `training/rollout_probs_diff_*`: absolute differences of probabilities, their mean, their largest, and
+/// the unbiased deviation, here in two passes.
+#[test]
+fn differences_of_probabilities_are_those_of_engine_and_trainer() {
+    let batch = batch(31, 2);
+    let mut trainer = Trainer::new(config(), model(1, 0.4, true), None).unwrap();
+    let mut samples = samples(&batch, &config());
+    trainer.recompute_logprobs(&mut samples).unwrap();
+    let own = samples
+        .sequences
+        .iter()
+        .flat_map(|s| s.training_logprobs.clone().unwrap());
+    // The engine's are e⁻² everywhere.
+    let gaps: Vec<f64> = own.map(|l| (l.exp() - (-2f64).exp()).abs()).collect();
+    let count = gaps.len() as f64;
+    let mean = gaps.iter().sum::<f64>() / count;
+    let variance = gaps.iter().map(|g| (g - mean) * (g - mean)).sum::<f64>() / (count - 1.0);
+    let metrics = trainer.step(&batch).unwrap();
+    for (key, want) in [
+        ("mean", mean),
+        ("max", gaps.iter().copied().fold(0.0, f64::max)),
+        ("std", variance.sqrt()),
+    ] {
+        let got = metrics
+            .get(&format!("training/rollout_probs_diff_{key}"))
+            .unwrap();
+        assert!((got - want).abs() < 1e-7, "{key}: {got} instead of {want}");
+    }
+}
+
 #[test]
 fn bad_data_is_refused_by_name_and_changes_nothing() {
     type Damage = fn(&mut TrainBatch);
@@ -774,46 +807,62 @@ fn bad_data_is_refused_by_name_and_changes_nothing() {
 /// Through the disk: what a checkpoint holds is a model folder twice over, and continues the run.
 #[test]
 fn a_checkpoint_on_disk_loads_as_a_policy_and_resumes() {
-    use crate::train::checkpoint::{CheckpointContent, CheckpointStore, ModelFiles, RunState};
+    use crate::{
+        model::hf::{LayoutSource, LayoutTensor, StoredDType},
+        train::checkpoint::{
+            CheckpointHead, CheckpointStore, ExportLayout, ModelFiles, RunState, SavedTensors,
+        },
+    };
     let root = tempfile::tempdir().unwrap();
     let mut trainer = Trainer::new(config(), model(1, 0.2, true), None).unwrap();
     trainer.step(&batch(80, 2)).unwrap();
     let saved = trainer.save_state().unwrap();
     let store = CheckpointStore::open(root.path()).unwrap();
-    let written = store
-        .write(&CheckpointContent {
-            export: saved.actor.clone(),
-            actor: saved.actor.clone(),
-            optimizer: saved.optimizer.clone(),
-            critic: None,
-            state: RunState {
-                global_step: 1,
-                weight_version: saved.version,
-                trainer: saved.progress,
-                buffer: serde_json::Value::Null,
-                config_fingerprint: String::new(),
-            },
-            model_files: ModelFiles {
-                config: serde_json::to_vec(&trainer.policy.config.to_value())
-                    .unwrap()
-                    .into(),
-                others: Vec::new(),
-            },
-        })
-        .unwrap();
-    let bytes = |tensors: &[crate::base::WeightTensor]| -> Vec<_> {
-        tensors.iter().map(|t| (t.name.clone(), t.data.clone())).collect()
+    let as_it_is = |piece: &TensorPiece| LayoutTensor {
+        name: piece.name.clone(),
+        dtype: StoredDType::F32,
+        shape: piece.shape.clone(),
+        source: LayoutSource::Network {
+            tensor: piece.name.clone(),
+            start: 0,
+        },
+    };
+    let head = CheckpointHead {
+        export: Arc::new(ExportLayout::new(saved.actor.iter().map(as_it_is).collect())),
+        state: RunState {
+            global_step: 1,
+            weight_version: saved.version,
+            trainer: saved.progress,
+            buffer: serde_json::Value::Null,
+            config_fingerprint: String::new(),
+        },
+        model_files: ModelFiles {
+            config: serde_json::to_vec(&trainer.policy.config.to_value())
+                .unwrap()
+                .into(),
+            others: Vec::new(),
+        },
+    };
+    let tensors = SavedTensors {
+        actor: saved.actor.clone(),
+        optimizer: saved.optimizer.clone(),
+        critic: None,
+    };
+    let written = store.write(&tensors, &head).unwrap();
+    let bytes = |pieces: &[TensorPiece]| -> Vec<_> {
+        pieces.iter().map(|t| (t.name.clone(), t.data.clone())).collect()
     };
     for folder in ["actor", "huggingface"] {
         let loaded = Policy::load(&written.path.join(folder), Device::Cpu).unwrap();
-        assert_eq!(bytes(&loaded.export()), bytes(&saved.actor), "{folder}");
+        let loaded: Vec<_> = loaded.export().into_iter().map(|t| (t.name, t.data)).collect();
+        assert_eq!(loaded, bytes(&saved.actor), "{folder}");
     }
     let read = store.load(&written).unwrap();
     let mut resumed = Trainer::new(config(), model(2, 0.2, true), None).unwrap();
     resumed
         .load_state(
-            &read.actor,
-            &read.optimizer,
+            &read.tensors.actor,
+            &read.tensors.optimizer,
             None,
             read.state.trainer,
             read.state.weight_version,

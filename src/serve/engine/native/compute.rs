@@ -17,7 +17,7 @@ use crate::{
 /// One of the two.
 pub(super) enum Compute {
     Host(Workers<Forward>),
-    Blocks(Workers<BlockNetwork>),
+    Blocks(Box<Workers<BlockNetwork>>),
 }
 
 /// Whether the host's own network computes this family on this device: f32, without delta nets.

@@ -252,7 +252,7 @@ impl NativeEngine {
                     // One thread hands a GPU its work.
                     Place::Blocks(network) => {
                         let threads = if on_gpu { 1 } else { config.num_threads };
-                        Workers::start(*network, threads).map(Compute::Blocks)
+                        Workers::start(*network, threads).map(|w| Compute::Blocks(Box::new(w)))
                     }
                     Place::Host(forward) => Workers::start(forward, config.num_threads).map(Compute::Host),
                 };

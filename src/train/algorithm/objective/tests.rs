@@ -73,7 +73,7 @@ mod reference {
         ]
     }
 
-    pub fn gspo(b: &Padded, low: f64, high: f64, mode: &str) -> [f64; 4] {
+    pub fn gspo(b: &Padded, low: f64, high: f64) -> [f64; 4] {
         let mut loss = b.mask.clone();
         let mut frac = b.mask.clone();
         let mut kl = b.mask.clone();
@@ -93,7 +93,7 @@ mod reference {
             }
         }
         [
-            agg(&loss, &b.mask, mode),
+            agg(&loss, &b.mask, "seq-mean-token-mean"),
             masked_mean(&frac, &b.mask),
             0.0,
             masked_mean(&kl, &b.mask),
@@ -154,7 +154,7 @@ fn evaluate(b: &reference::Padded, objective: &Objective) -> (ObjectiveSums, Vec
             weight: 1.0,
         })
         .collect();
-    let scale = ObjectiveScale::new(objective.aggregation, &shapes);
+    let scale = ObjectiveScale::new(objective, &shapes);
     let mut sums = ObjectiveSums::default();
     let derivatives = (0..b.mask.len())
         .map(|i| {
@@ -195,7 +195,7 @@ fn values_agree_with_padded_masked_formulas() {
         for mode in MODES {
             for loss in ["vanilla", "gspo"] {
                 let [pg, clip, lower, ppo_kl] = match loss {
-                    "gspo" => reference::gspo(&batch, 0.2, 0.28, mode),
+                    "gspo" => reference::gspo(&batch, 0.2, 0.28),
                     _ => reference::vanilla(&batch, 0.2, 0.28, 3.0, mode),
                 };
                 let kld: Vec<Vec<f64>> = (0..batch.mask.len())
@@ -292,7 +292,7 @@ fn derivatives_agree_with_finite_differences() {
 fn importance_weights_scale_the_policy_loss_alone() {
     let objective = objective("vanilla", "token-mean");
     let scale = ObjectiveScale::new(
-        objective.aggregation,
+        &objective,
         &[SequenceShape {
             sampled: 1,
             weight: 1.0,

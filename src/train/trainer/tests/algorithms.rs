@@ -526,19 +526,28 @@ fn filtered_trials_leave_statistics_and_loss() {
     let mut without = with.clone();
     without.groups[0].trajectories.remove(1);
     without.groups[1].trajectories.remove(0);
-    let step = |batch: &TrainBatch, filter: TrajectoryFilter| {
-        let mut config = config();
+    // Every weight of the policy and of the critic, where there is one.
+    let step = |batch: &TrainBatch, filter: TrajectoryFilter, critic: bool| {
+        let mut config = if critic { ppo() } else { config() };
         config.filter = filter;
         let mut trainer = Trainer::new(config, model(1, 0.2, true), None).unwrap();
+        if critic {
+            trainer = trainer.with_critic(model(1, 0.2, true));
+        }
         let metrics = trainer.step(batch).unwrap();
-        (metrics, trainer.save_state().unwrap().actor)
+        let state = trainer.save_state().unwrap();
+        let critic = state.critic.into_iter().flat_map(|c| c.weights);
+        let weights: Vec<_> = state.actor.into_iter().chain(critic).map(|w| w.data).collect();
+        (metrics, weights)
     };
-    let filter = TrajectoryFilter::new([StopReason::Timeout, StopReason::AgentCrash]);
-    let (metrics, filtered) = step(&with, filter);
-    let (_, removed) = step(&without, TrajectoryFilter::default());
-    let (off, kept) = step(&with, TrajectoryFilter::default());
-    assert!(filtered.iter().zip(&removed).all(|(a, b)| a.data == b.data));
-    assert!(filtered.iter().zip(&kept).any(|(a, b)| a.data != b.data));
+    let filter = || TrajectoryFilter::new([StopReason::Timeout, StopReason::AgentCrash]);
+    for critic in [true, false] {
+        let filtered = step(&with, filter(), critic).1;
+        assert!(filtered == step(&without, TrajectoryFilter::default(), critic).1);
+        assert!(filtered != step(&with, TrajectoryFilter::default(), critic).1);
+    }
+    let (metrics, _) = step(&with, filter(), false);
+    let (off, _) = step(&with, TrajectoryFilter::default(), false);
     for (key, want) in [
         ("trajectory_filter/invalid_count", 3.0),
         ("trajectory_filter/invalid_ratio", 3.0 / 9.0),

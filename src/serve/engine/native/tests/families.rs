@@ -142,7 +142,7 @@ async fn bf16_reports_the_log_probabilities_of_a_trainer_in_bf16() {
         // The control: what rounding to bf16 itself costs.
         let rounding = mean(&of(&policy.with_compute_type(ComputeType::F32)));
         println!("{folder}: {gap:.1e} from the trainer in bf16, {rounding:.1e} from that in f32");
-        assert!(gap < 0.02, "{folder}: {gap}");
+        assert!(gap < 5e-3, "{folder}: {gap}");
         assert!(rounding > 1e-4, "{folder}: nothing was rounded");
     }
 }
