@@ -13,9 +13,9 @@
 //! that folder only tells where `REPO_ROOT` is; a warning says so.
 
 use super::{builtin, LoadRequest, SITE_VARIABLE, TEMPLATES_VARIABLE};
+use crate::base::files;
 use crate::config::error::{ConfigError, ConfigWarning, Location, WarningKind};
 use std::{
-    fs::File,
     io::{self, Read},
     path::{Path, PathBuf},
 };
@@ -207,24 +207,17 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
         path: path.display().to_string(),
         error,
     };
-    let metadata = std::fs::metadata(path).map_err(fail)?;
-    if !metadata.is_file() {
-        let what = if metadata.is_dir() {
-            "a folder"
-        } else {
-            "not a regular file"
-        };
-        return Err(fail(io::Error::other(format!("it is {what}"))));
-    }
     let mut bytes = Vec::new();
-    let file = File::open(path).map_err(fail)?;
-    file.take(MAX_FILE_BYTES + 1)
+    let mut file = files::open(path).map_err(fail)?;
+    let size = file.metadata().map_err(fail)?.len();
+    (&mut file)
+        .take(MAX_FILE_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(fail)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(ConfigError::TooLarge {
             path: path.display().to_string(),
-            bytes: metadata.len(),
+            bytes: size,
             limit: MAX_FILE_BYTES,
         });
     }

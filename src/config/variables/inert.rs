@@ -72,7 +72,7 @@ table! {
     ALWAYS => "USE_REMOVE_PADDING" "CALCULATE_LOG_PROBS" "RETURN_RAW_CHAT" "ENABLE_CHUNKED_PREFILL"
         "SEQ_DIST_METRICS" "HARBOR_VERIFIER_ENABLED" "HARBOR_ENVIRONMENT_DELETE" "HARBOR_BLOCK_GIT_HISTORY_LEAK";
     NEVER => "HARBOR_AGENT_DISABLE_TOOL_CALLS" "HARBOR_AGENT_RECORD_TERMINAL_SESSION";
-    "A first prompt above MAX_PROMPT ends its trial; nothing is cut away." => "DATA_TRUNCATION";
+    "Nothing is cut: a request that does not fit into MAX_PROMPT + MAX_RESP is refused, and the agent may shorten it." => "DATA_TRUNCATION";
     "Columns of a task index have fixed names." => "PROMPT_KEY";
     "The engine computes in the type that it loads the checkpoint in." => "ROLLOUT_DTYPE";
     "TRAINING_MODE and the node counts decide which nodes train." => "TRAINER_NNODES";

@@ -42,7 +42,7 @@ pub(super) const VARIABLES: &[Variable] = &[
     row(MODEL, "VAL_FILES", Path, Unset("the run has no validation"), "", Essential,
         "Held-out index, in the same form."),
     row(MODEL, "MAX_PROMPT", whole(1, 1 << 30), Value("30000"), "tokens", Common,
-        "Part of the window that is meant for system prompt, tools and the task's text. Only the sum MAX_PROMPT + MAX_RESP is a limit."),
+        "Tokens meant for system prompt, tools and the task's text. By itself it limits and cuts nothing: the sum MAX_PROMPT + MAX_RESP is the window of a trial, and a longer first prompt leaves less for the rest."),
     row(MODEL, "MAX_RESP", whole(1, 1 << 30), Value("170000"), "tokens", Common,
         "Everything after the first prompt: sampled turns and tool results. MAX_PROMPT + MAX_RESP is the window of a trial."),
 

@@ -1,3 +1,5 @@
+//! Training of a vocabulary: what becomes a token, and that any text survives.
+
 use super::*;
 use crate::model::tokenizer::Tokenizer as ModelTokenizer;
 

@@ -55,8 +55,24 @@ pub enum TemplateError {
     #[error("the chat template refuses these messages: {0}")]
     Raised(String),
     /// Rendering failed.
-    #[error("the chat template failed: {0}")]
-    Render(String),
+    #[error("chat template `{origin}`: {problem}")]
+    Render {
+        /// File that holds it.
+        origin: String,
+        /// What is wrong, with the line.
+        problem: String,
+    },
+    /// Rendering does not come to an end.
+    #[error(
+        "chat template `{origin}`: rendering {messages} messages takes more than {MAX_STEPS} steps of the template; \
+         look for a loop in it that never ends"
+    )]
+    Endless {
+        /// File that holds it.
+        origin: String,
+        /// Messages that were to be rendered.
+        messages: usize,
+    },
     /// A message has a form that no template takes.
     #[error(transparent)]
     Message(#[from] MessageError),
@@ -66,10 +82,15 @@ pub enum TemplateError {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
+    origin: String,
     named_tokens: HashMap<String, String>,
 }
 
 const NAME: &str = "chat_template";
+
+/// Steps (instructions of the template engine) that one rendering may take. Qwen3's template takes 118 a message,
+/// so that no conversation comes near; a loop without an end is stopped in a second or two.
+const MAX_STEPS: u64 = 10_000_000;
 
 /// A list of tools as templates take it; made once for many renderings.
 #[derive(Debug)]
@@ -142,6 +163,7 @@ impl ChatTemplate {
             problem,
         };
         let mut environment = Environment::new();
+        environment.set_fuel(Some(MAX_STEPS));
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
@@ -172,6 +194,7 @@ impl ChatTemplate {
         Ok(Self {
             environment,
             source,
+            origin: origin.to_owned(),
             named_tokens,
         })
     }
@@ -217,7 +240,7 @@ impl ChatTemplate {
         let template = self
             .environment
             .get_template(NAME)
-            .map_err(|error| TemplateError::Render(describe(&error)))?;
+            .map_err(|error| self.failed(&error, messages.len()))?;
         let mut context: HashMap<&str, JinjaValue> = HashMap::new();
         for (name, text) in &self.named_tokens {
             context.insert(name, JinjaValue::from(text.as_str()));
@@ -229,13 +252,21 @@ impl ChatTemplate {
         context.insert("tools", tools.0.clone());
         context.insert("documents", JinjaValue::from(()));
         context.insert("add_generation_prompt", JinjaValue::from(add_generation_prompt));
-        template.render(context).map_err(|error| {
-            let text = error.detail().unwrap_or_default();
-            match text.strip_prefix(RAISED) {
-                Some(message) => TemplateError::Raised(message.to_owned()),
-                None => TemplateError::Render(describe(&error)),
-            }
-        })
+        let rendered = template.render(context);
+        rendered.map_err(|error| self.failed(&error, messages.len()))
+    }
+
+    fn failed(&self, error: &Error, messages: usize) -> TemplateError {
+        let origin = self.origin.clone();
+        let text = error.detail().unwrap_or_default();
+        match text.strip_prefix(RAISED) {
+            Some(message) => TemplateError::Raised(message.to_owned()),
+            None if error.kind() == ErrorKind::OutOfFuel => TemplateError::Endless { origin, messages },
+            None => TemplateError::Render {
+                origin,
+                problem: describe(error),
+            },
+        }
     }
 }
 

@@ -1,3 +1,5 @@
+//! Templates render as in Python and transformers, and bad ones are refused by file.
+
 use super::*;
 use crate::model::tokenizer::testing;
 use serde_json::json;
@@ -201,4 +203,13 @@ fn conversations() -> Vec<Value> {
         }
     }
     out
+}
+
+/// A template from anywhere is loaded on a login node: what it may do there is bounded.
+#[test]
+fn a_template_without_an_end_is_refused_by_file() {
+    let loops = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
+    let error = template(loops).render(&[], None, false).unwrap_err();
+    assert!(matches!(error, TemplateError::Endless { .. }), "{error}");
+    assert!(error.to_string().contains("`test.jinja`"), "{error}");
 }

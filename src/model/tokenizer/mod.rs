@@ -186,16 +186,27 @@ impl Tokenizer {
     fn read_stop_ids(&mut self, dir: &Path) -> Result<(), TokenizerError> {
         let mut ids = BTreeSet::new();
         for name in ["config.json", "generation_config.json"] {
-            let Some(value) = read_json(&dir.join(name))? else {
+            let path = dir.join(name);
+            let Some(value) = read_json(&path)? else {
                 continue;
             };
             for owner in [&value, &value["text_config"]] {
-                match &owner["eos_token_id"] {
-                    Value::Number(n) => ids.extend(n.as_u64().map(|n| n as u32)),
-                    Value::Array(list) => {
-                        ids.extend(list.iter().filter_map(|n| n.as_u64().map(|n| n as u32)))
-                    }
-                    _ => {}
+                let named = match &owner["eos_token_id"] {
+                    Value::Null => &[],
+                    Value::Array(list) => list.as_slice(),
+                    one => std::slice::from_ref(one),
+                };
+                for id in named {
+                    let known = id.as_u64().filter(|id| (*id as usize) < self.token_bytes.len());
+                    let known = known.ok_or_else(|| TokenizerError::Invalid {
+                        path: path.clone(),
+                        problem: format!(
+                            "eos_token_id {id} is no id of tokenizer.json, which has {}; the files are of different \
+                             checkpoints",
+                            self.token_bytes.len()
+                        ),
+                    })?;
+                    ids.insert(known as u32);
                 }
             }
         }
@@ -215,7 +226,6 @@ impl Tokenizer {
                 ids.insert(id);
             }
         }
-        ids.retain(|id| (*id as usize) < self.token_bytes.len());
         self.stop_ids = ids.into_iter().collect();
         Ok(())
     }

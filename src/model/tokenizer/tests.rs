@@ -1,5 +1,8 @@
+//! Control tokens and outside text, stop ids, streams, and folders that are refused.
+
 use super::*;
 use proptest::prelude::*;
+use serde_json::json;
 use std::sync::OnceLock;
 
 fn tokenizer() -> &'static Tokenizer {
@@ -53,6 +56,36 @@ fn stop_ids_are_the_union_of_the_files() {
     let t = tokenizer();
     let want = ["<|endoftext|>", "<|im_end|>"].map(|x| t.token_to_id(x).unwrap());
     assert_eq!(t.stop_ids(), want);
+}
+
+#[test]
+fn a_stop_id_outside_the_vocabulary_is_refused_by_file() {
+    let dir = tempfile::tempdir().unwrap();
+    testing::write_folder(dir.path());
+    let past = tokenizer().vocab_size() as u64;
+    for id in [
+        json!(past),
+        json!([0, past]),
+        json!((1u64 << 32) + 1),
+        json!(-1),
+        json!("0"),
+    ] {
+        for config in [
+            json!({"eos_token_id": id}),
+            json!({"text_config": {"eos_token_id": id}}),
+        ] {
+            std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+            let error = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
+            assert!(
+                error.contains("config.json") && error.contains("eos_token_id"),
+                "{error}"
+            );
+        }
+    }
+    let config = json!({"eos_token_id": past - 1, "text_config": {"eos_token_id": null}});
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let t = Tokenizer::from_dir(dir.path()).unwrap();
+    assert!(t.stop_ids().contains(&(past as u32 - 1)));
 }
 
 #[test]

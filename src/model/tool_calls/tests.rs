@@ -1,3 +1,5 @@
+//! Tool calls and reasoning are read from replies, however they are cut.
+
 use super::*;
 use crate::model::tokenizer::testing;
 use proptest::prelude::*;

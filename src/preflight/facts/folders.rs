@@ -1,8 +1,7 @@
 //! Folders that the run writes to, and runs that hold them.
 
-use crate::config::Settings;
+use crate::{base::files, config::Settings};
 use std::{
-    fs::File,
     io::Read,
     os::fd::AsRawFd,
     path::{Path, PathBuf},
@@ -15,6 +14,9 @@ pub struct FolderFacts {
     pub variable: &'static str,
     /// The folder.
     pub path: PathBuf,
+    /// What the variable names, links and `..` resolved as far as it exists: of `CKPTS_DIR` the folder that the
+    /// run's own is made in.
+    pub named: PathBuf,
     /// It, or the nearest existing parent, can be written to.
     pub writable: Result<(), String>,
     /// Bytes that this user may still write there.
@@ -41,7 +43,14 @@ pub fn probe(s: &Settings) -> Vec<FolderFacts> {
         ("HARBOR_TRIALS_DIR", &s.paths.trials),
     ]
     .into_iter()
-    .map(|(variable, path)| folder(variable, path))
+    .map(|(variable, path)| {
+        let named = match variable {
+            // Settings hold `<CKPTS_DIR>/<PROJECT_NAME>/<EXP_NAME>`.
+            "CKPTS_DIR" => path.ancestors().nth(2).unwrap_or(path),
+            _ => path,
+        };
+        folder(variable, path, named)
+    })
     .collect()
 }
 
@@ -71,7 +80,7 @@ pub fn held(s: &Settings) -> Vec<HeldFolder> {
 
 /// What the holder of a lock wrote into it; `None` when nobody holds it.
 pub fn holder(lock: &Path) -> Option<String> {
-    let mut file = File::open(lock).ok()?;
+    let mut file = files::open(lock).ok()?;
     // A shared lock for the blink of an eye: the kernel refuses it while a run holds its own.
     // SAFETY: flock takes an open descriptor, which `file` owns for the whole call.
     let refused = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_SH | libc::LOCK_NB) } != 0;
@@ -85,8 +94,23 @@ pub fn holder(lock: &Path) -> Option<String> {
     }
 }
 
-fn folder(variable: &'static str, path: &Path) -> FolderFacts {
-    let existing = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("/"));
+fn existing(path: &Path) -> &Path {
+    path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("/"))
+}
+
+fn resolved(path: &Path) -> PathBuf {
+    let there = existing(path);
+    let rest = path.strip_prefix(there).unwrap_or(Path::new(""));
+    match there.canonicalize() {
+        // Without a remainder nothing is joined: it would end in a slash.
+        Ok(real) if rest.as_os_str().is_empty() => real,
+        Ok(real) => real.join(rest),
+        Err(_) => path.to_path_buf(),
+    }
+}
+
+fn folder(variable: &'static str, path: &Path, named: &Path) -> FolderFacts {
+    let existing = existing(path);
     let writable = if !existing.is_dir() {
         Err(format!("{} is not a folder", existing.display()))
     } else {
@@ -96,6 +120,7 @@ fn folder(variable: &'static str, path: &Path) -> FolderFacts {
     FolderFacts {
         variable,
         path: path.to_path_buf(),
+        named: resolved(named),
         writable,
         free_bytes: space(existing).map(|space| space.free),
     }
@@ -146,6 +171,21 @@ fn access_write(path: &Path) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_is_known_by_its_real_path() {
+        let dir = tempfile::tempdir().unwrap();
+        let real = dir.path().canonicalize().unwrap();
+        std::os::unix::fs::symlink("/", dir.path().join("link")).unwrap();
+        for (path, want) in [
+            (dir.path().join("link"), PathBuf::from("/")),
+            (PathBuf::from("/usr/../"), PathBuf::from("/")),
+            (dir.path().join("new/one"), real.join("new/one")),
+            (PathBuf::from("/usr"), PathBuf::from("/usr")),
+        ] {
+            assert_eq!(folder("RUN_DIR", &path, &path).named, want, "{}", path.display());
+        }
+    }
 
     #[test]
     fn a_held_lock_names_its_holder_and_a_free_one_nobody() {

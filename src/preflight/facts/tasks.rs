@@ -1,7 +1,7 @@
 //! Task indexes.
 
-use crate::rollout::task::TaskIndex;
-use std::path::Path;
+use crate::{base::files, rollout::task::TaskIndex};
+use std::{io::ErrorKind, path::Path};
 
 /// Tasks of an index that are loaded as a sample.
 const SAMPLED_TASKS: usize = 16;
@@ -28,13 +28,20 @@ pub fn probe(file: &Path) -> Result<IndexFacts, String> {
     let rows = index.len();
     let sampled = rows.min(SAMPLED_TASKS);
     let incomplete = index.rows().iter().enumerate().filter_map(|(row, entry)| {
-        let missing = ["task.toml", "instruction.md", "tests/test.sh"]
-            .into_iter()
-            .find(|f| !entry.dir.join(f).is_file())?;
+        let needed = ["task.toml", "instruction.md", "tests/test.sh"];
+        let (path, error) = needed.into_iter().find_map(|name| {
+            let path = entry.dir.join(name);
+            let error = files::check(&path).err()?;
+            Some((path, error))
+        })?;
+        let problem = match error.kind() {
+            ErrorKind::NotFound => "is missing".to_owned(),
+            _ => format!("cannot be read: {error}"),
+        };
         Some(format!(
-            "{} row {row}: {}/{missing} is missing",
+            "{} row {row}: {} {problem}",
             file.display(),
-            entry.dir.display()
+            path.display()
         ))
     });
     let mut problems: Vec<String> = incomplete.collect();

@@ -38,9 +38,6 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             o.scheduler
         )));
     }
-    if o.lr == 0.0 {
-        found.push(warn("ACTOR_LR=0: the policy will not change"));
-    }
     if found.is_empty() {
         let steps = total.map_or_else(String::new, |total| format!(" over {total} steps"));
         found.push(ok(format!("lr_scheduler={}{steps}", o.scheduler)));

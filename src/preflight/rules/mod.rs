@@ -33,6 +33,7 @@ mod importance_weights;
 mod input_paths;
 mod kubeconfig;
 mod kubernetes_api;
+mod learning_rate;
 mod locked_memory;
 mod lr_schedule;
 mod memory;
@@ -101,6 +102,7 @@ pub const ALL: &[&Rule] = &[
     &context_window::RULE,
     &clip_range::RULE,
     &sampling::RULE,
+    &learning_rate::RULE,
     &lr_schedule::RULE,
     &schedule::RULE,
     &val_timeout::RULE,

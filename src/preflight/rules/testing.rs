@@ -51,7 +51,8 @@ pub(crate) fn facts() -> Facts {
         inputs: Vec::new(),
         folders: vec![FolderFacts {
             variable: "CKPTS_DIR",
-            path: "/ckpt".into(),
+            path: "/ckpt/p/e".into(),
+            named: "/ckpt".into(),
             writable: Ok(()),
             free_bytes: Some(1 << 40),
         }],

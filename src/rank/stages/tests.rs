@@ -1,3 +1,5 @@
+//! Settings become the configurations of trainer and algorithms.
+
 use super::*;
 use crate::config::{self, LoadRequest};
 

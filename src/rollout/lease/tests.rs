@@ -1,3 +1,5 @@
+//! Lives of leases, and that every admitted trial ends once.
+
 use super::*;
 use crate::base::{GroupId, Purpose, Submitted};
 use proptest::prelude::*;

@@ -40,6 +40,7 @@ pub fn probe(_: &Path, _: &str, _: &str) -> Answers {
 #[cfg(feature = "k8s")]
 mod client {
     use super::Answers;
+    use crate::base::files;
     use k8s_openapi::api::core::v1::Pod;
     use kube::{
         api::PostParams,
@@ -98,6 +99,7 @@ mod client {
     }
 
     async fn connect(kubeconfig: &Path, deadline: Duration) -> Result<(Client, String, String), String> {
+        files::check(kubeconfig).map_err(|error| error.to_string())?;
         let file = Kubeconfig::read_from(kubeconfig).map_err(|error| chain(&error))?;
         let context = file
             .current_context
@@ -216,6 +218,18 @@ mod client {
 
         const VERSION: &str = r#"{"major":"1","minor":"31","gitVersion":"v1.31.0","gitCommit":"c",
             "gitTreeState":"clean","buildDate":"d","goVersion":"g","compiler":"gc","platform":"linux/amd64"}"#;
+
+        #[test]
+        fn a_kubeconfig_is_a_file() {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("kubeconfig");
+            let made = std::process::Command::new("mkfifo").arg(&path).status();
+            assert!(made.unwrap().success());
+            for (path, what) in [(path.as_path(), "a named pipe"), (dir.path(), "a folder")] {
+                let problem = probe(path, "boxes", "busybox", Duration::from_secs(10)).context;
+                assert!(problem.unwrap_err().contains(what));
+            }
+        }
 
         #[test]
         fn pods_are_asked_for_with_a_dry_run_and_a_refusal_is_told() {

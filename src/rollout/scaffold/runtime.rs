@@ -24,6 +24,7 @@
 //! file's content: the downloads were verified when the tree was made.
 
 use super::ScaffoldError;
+use crate::base::files;
 use crate::rollout::sandbox::ReadOnlyMount;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -89,7 +90,7 @@ impl Runtime {
         };
         let host = root.join(format!("{scaffold}-{version}"));
         let path = host.join(MANIFEST);
-        let text = fs::read_to_string(&path).map_err(|e| missing(format!("{}: {e}", path.display())))?;
+        let text = files::read_text(&path).map_err(|e| missing(format!("{}: {e}", path.display())))?;
         let value = |key: &str| {
             let mut lines = text.lines();
             lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))
@@ -134,7 +135,7 @@ impl Runtime {
         };
         let read = |name: &str| {
             let path = self.host.join(name);
-            fs::read_to_string(&path).map_err(|e| broken(format!("{}: {e}", path.display())))
+            files::read_text(&path).map_err(|e| broken(format!("{}: {e}", path.display())))
         };
         let (manifest, files) = (read(MANIFEST)?, read(FILES)?);
         let number = |key: &str| {

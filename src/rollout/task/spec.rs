@@ -2,6 +2,7 @@
 
 use super::reader::{Finding, Severity};
 use super::{NetworkMode, TaskConfig};
+use crate::base::files;
 use std::{
     fmt::Write as _,
     io,
@@ -199,7 +200,7 @@ impl TaskSpec {
 }
 
 fn read_required(path: &Path, why: &str) -> Result<String, TaskError> {
-    std::fs::read_to_string(path).map_err(|source| match source.kind() {
+    files::read_text(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => TaskError::Folder {
             path: path.to_owned(),
             problem: format!("is missing; {why}"),
@@ -246,10 +247,14 @@ fn check_folders(dir: &Path, config: &TaskConfig) -> Result<(), TaskError> {
         });
     }
     let script = dir.join("tests/test.sh");
-    if !script.is_file() {
+    let text = read_required(&script, "without a test script the task has no reward")?;
+    let is_idle = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
+    if text.lines().all(is_idle) {
         return Err(TaskError::Folder {
             path: script,
-            problem: "is missing; without a test script the task has no reward".to_owned(),
+            problem: "holds no command, so that the task has no reward; write the checks and \
+                      /logs/verifier/reward.txt"
+                .to_owned(),
         });
     }
     for tree in ["tests", "solution"] {

@@ -13,7 +13,7 @@
 
 use super::time::rfc3339;
 use super::AttemptFailure;
-use crate::base::{CapturedBranch, CapturedSession, Purpose, StopReason, TrialAssignment};
+use crate::base::{files, CapturedBranch, CapturedSession, Purpose, StopReason, TrialAssignment};
 use crate::rollout::task::TaskSpec;
 use crate::rollout::verifier::Verdict;
 use serde_json::{json, Value};
@@ -256,7 +256,7 @@ fn checksum(task: &TaskSpec) -> String {
     let mut hasher = crc32fast::Hasher::new();
     for name in ["task.toml", "instruction.md", "tests/test.sh"] {
         // A file that vanished after the task was loaded changes the sum, which is what it is for.
-        hasher.update(&fs::read(task.dir.join(name)).unwrap_or_default());
+        hasher.update(&files::read(&task.dir.join(name)).unwrap_or_default());
     }
     format!("crc32:{:08x}", hasher.finalize())
 }

@@ -1,3 +1,5 @@
+//! Rewards as verifiers write them.
+
 use super::*;
 
 #[test]

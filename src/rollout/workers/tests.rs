@@ -1,3 +1,5 @@
+//! Workers run, repeat, cancel and hand in trials.
+
 use super::super::lease::tests::{key, Plan};
 use super::super::lease::LeaseConfig;
 use super::*;

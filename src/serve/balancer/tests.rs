@@ -1,3 +1,5 @@
+//! Which replica a session gets, under any order of events.
+
 use super::*;
 use proptest::prelude::*;
 

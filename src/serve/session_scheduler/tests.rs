@@ -1,3 +1,5 @@
+//! Who goes on, who waits and for how long, by hand and under any order of events.
+
 use super::*;
 use proptest::prelude::*;
 

@@ -1,3 +1,5 @@
+//! The supervised start: streams, templates, the folder, and what it can do.
+
 use super::{
     conversation::{encode, Conversation},
     families::{Draft, Family},

@@ -2,6 +2,7 @@
 //! or run the commands of its solution.
 
 use super::{families::Draft, transcripts::Transcript, InitError};
+use crate::base::files;
 use std::{collections::BTreeSet, path::PathBuf};
 
 /// Instructions and solutions that transcripts must not repeat.
@@ -18,7 +19,7 @@ impl Unseen {
         for folder in folders {
             let read = |name: &str| {
                 let path = folder.join(name);
-                std::fs::read_to_string(&path).map_err(InitError::io(&path))
+                files::read_text(&path).map_err(InitError::io(&path))
             };
             unseen.add(&read("instruction.md")?, &read("solution/solve.sh")?);
         }

@@ -1,3 +1,5 @@
+//! A push reaches every replica, and names those that fail.
+
 use super::*;
 use crate::base::{DType, WeightTensor};
 use async_trait::async_trait;

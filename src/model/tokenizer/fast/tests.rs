@@ -1,3 +1,5 @@
+//! Ids are those of the library, for hard and for random texts.
+
 use super::super::{testing, Tokenizer};
 use super::*;
 use proptest::prelude::*;

@@ -14,6 +14,7 @@ mod parse;
 pub use parse::{parse, Instruction, Line, ParseError, Words};
 
 use super::{ExecSpec, Sandbox, SandboxError};
+use crate::base::files;
 use parse::expand;
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,7 +32,7 @@ pub struct Image {
 /// Applies `Dockerfile` of the folder; without one there is nothing to do.
 pub async fn apply(environment: &Path, sandbox: &dyn Sandbox) -> Result<Image, SandboxError> {
     let file = environment.join("Dockerfile");
-    let text = match fs::read_to_string(&file) {
+    let text = match files::read_text(&file) {
         Ok(text) => text,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound && environment.is_dir() => {
             return Ok(Image::default())

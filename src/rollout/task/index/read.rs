@@ -1,13 +1,13 @@
 //! Parquet rows into [`IndexRow`]s, whatever wrote them.
 
 use super::{IndexError, IndexRow};
+use crate::base::files;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StringArray};
 use arrow::buffer::NullBuffer;
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field};
 use parquet::arrow::{arrow_reader::ParquetRecordBatchReaderBuilder, ProjectionMask};
 use std::{
-    fs::File,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -19,7 +19,7 @@ pub(super) fn read_rows(file: &Path) -> Result<Vec<IndexRow>, IndexError> {
         file: file.to_owned(),
         source,
     };
-    let open = File::open(file).map_err(|source| IndexError::Io {
+    let open = files::open(file).map_err(|source| IndexError::Io {
         file: file.to_owned(),
         source,
     })?;

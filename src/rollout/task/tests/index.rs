@@ -1,3 +1,5 @@
+//! Task indexes: built, split, read (also those of pandas), refused.
+
 use super::{write_task, Path, PathBuf, TaskIndex};
 use crate::rollout::task::{build_index, val_sibling, IndexError};
 use arrow::array::{ArrayRef, Int64Array, StringArray};
@@ -190,6 +192,9 @@ fn unusable_indexes_are_refused_by_file_and_row() {
         error
     };
     refused(&["No such file"]);
+    super::pipe(&file);
+    refused(&["a named pipe"]);
+    fs::remove_file(&file).unwrap();
     fs::write(&file, "not parquet at all").unwrap();
     assert!(matches!(refused(&["parquet"]), IndexError::Parquet { .. }));
 

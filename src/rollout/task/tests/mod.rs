@@ -1,3 +1,5 @@
+//! Task folders: what loads, what is refused, and that Harbor judges alike.
+
 use super::*;
 use std::{
     fs,
@@ -16,6 +18,12 @@ fn write_task(dir: &Path, toml: &str) {
     fs::write(dir.join("instruction.md"), "Count the lines.\n").unwrap();
     fs::write(dir.join("environment/Dockerfile"), "FROM debian:12\n").unwrap();
     fs::write(dir.join("tests/test.sh"), "echo 1 > /logs/verifier/reward.txt\n").unwrap();
+}
+
+/// Puts a named pipe, which nobody writes into, in a file's place.
+fn pipe(path: &Path) {
+    let _ = fs::remove_file(path);
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
 const TABLE: &str = include_str!("verdicts.txt");
@@ -220,6 +228,27 @@ fn unusable_folders_are_refused_by_path() {
             "task/tests/test.sh",
             "is missing",
         ),
+        (
+            |d| fs::write(d.join("tests/test.sh"), "").unwrap(),
+            "task/tests/test.sh",
+            "holds no command",
+        ),
+        (
+            |d| fs::write(d.join("tests/test.sh"), "#!/bin/sh\n\n  # to do\n").unwrap(),
+            "task/tests/test.sh",
+            "holds no command",
+        ),
+        (
+            |d| pipe(&d.join("tests/test.sh")),
+            "task/tests/test.sh",
+            "a named pipe",
+        ),
+        (
+            |d| pipe(&d.join("instruction.md")),
+            "task/instruction.md",
+            "a named pipe",
+        ),
+        (|d| pipe(&d.join("task.toml")), "task/task.toml", "a named pipe"),
         (
             |d| std::os::unix::fs::symlink("/etc/passwd", d.join("tests/data")).unwrap(),
             "task/tests/data",

@@ -11,6 +11,7 @@
 //! markup of the chat template (`<tool_call>`, `<think>`) becomes its tokens.
 
 use super::ScriptedReply;
+use crate::base::files;
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 use serde::Deserialize;
 use std::{
@@ -70,7 +71,7 @@ pub fn read_replies(
     tokenizer: &Tokenizer,
     end: u32,
 ) -> Result<Vec<ScriptedReply>, ReplyFileError> {
-    let text = std::fs::read_to_string(path).map_err(|source| ReplyFileError::Read {
+    let text = files::read_text(path).map_err(|source| ReplyFileError::Read {
         path: path.to_owned(),
         source,
     })?;

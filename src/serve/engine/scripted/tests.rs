@@ -1,3 +1,5 @@
+//! Scripted replies end, carry versions and can be aborted.
+
 use super::*;
 use crate::base::SamplingParams;
 use tokio::sync::mpsc::unbounded_channel;

@@ -1,3 +1,5 @@
+//! Answers of a vLLM server, and what one lacks.
+
 use super::*;
 use crate::base::SamplingParams;
 use tokio::{

@@ -1,3 +1,5 @@
+//! Advantages against padded loops that know nothing of the code.
+
 use super::*;
 use proptest::prelude::*;
 

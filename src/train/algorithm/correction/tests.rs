@@ -1,3 +1,5 @@
+//! Importance weights and rejection against masked loops that know nothing of the code.
+
 use super::*;
 use proptest::prelude::*;
 

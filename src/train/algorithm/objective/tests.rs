@@ -1,3 +1,5 @@
+//! Losses against padded formulas, and their derivatives against finite differences.
+
 use super::*;
 use rand::{Rng, SeedableRng};
 

@@ -1,3 +1,5 @@
+//! The demo tasks: as they are drawn, and solved by their solutions.
+
 use super::*;
 use std::{collections::BTreeMap, process::Command};
 

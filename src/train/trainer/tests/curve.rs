@@ -233,13 +233,14 @@ fn transformers_loads_what_was_trained() {
 pub(super) fn logits_agree(name: &str, folder: &Path, policy: &Policy, out: &Path) -> Option<()> {
     let ids: Vec<i64> = (0..90).map(|i| (i * i * 5 + i) % 80).collect();
     let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
-    reference(&[
+    let arguments = [
         "logits".as_ref(),
         arithmetic(policy).as_ref(),
         folder.as_os_str(),
         text.as_ref(),
         out.as_os_str(),
-    ])?;
+    ];
+    reference(&arguments)?;
     let want = stored_numbers(out, "logits");
     let got = no_grad(|| {
         let layout = PackedLayout::single(ids.len(), Device::Cpu);

@@ -22,16 +22,21 @@
 //! Sections of a finished trial: `META` (text, reward, timing, one line per sequence), then per
 //! sequence `IDS` (u32), `LOGPROBS` (f32), `VERSIONS` (runs of u32 count, u32 version), `MASK` (one
 //! bit a token, low bit first) and, where it was recorded, `ROUTING` (u32 experts of a layer, u32 sparse
-//! layers, u32 experts of a token in a layer, u32 runs, by run u32 first token and u32 tokens; then the rows of all runs, an expert one byte up to 256
-//! experts a layer and else a u16). A reader that meets a section it does not know refuses the record.
+//! layers, u32 experts of a token in a layer, u32 runs, by run u32 first token and u32 tokens; then the rows of all
+//! runs, an expert one byte up to 256 experts a layer and else a u16). A reader that meets a section it does not know refuses the record.
 //! A dropped trial has `META` alone.
 //!
 //! Rows of routing are not copied when a record is read: the sequence refers to the mapped shard.
 
+mod bytes;
+mod codes;
+
 use crate::base::{
-    DropReason, GroupId, Purpose, RoutingRun, RoutingShape, RoutingStore, SequenceRouting, StopReason,
-    TokenSequence, Trajectory, TrialEnd, TrialKey, TrialOutcome, TrialTiming,
+    DropReason, GroupId, Purpose, RoutingRun, RoutingShape, RoutingStore, SequenceRouting, TokenSequence,
+    Trajectory, TrialEnd, TrialKey, TrialOutcome, TrialTiming,
 };
+use bytes::{padded, Decoder, Encoder};
+use codes::{drop_code, drop_reason, stop_code, stop_reason};
 use std::{collections::BTreeMap, sync::Arc};
 
 pub(super) const RECORD_MARK: u32 = 0x4352_4c2e; // ".LRC"
@@ -124,10 +129,6 @@ pub(super) fn set_durable_before(record: &mut [u8], durable_before: u64) {
     record[16..24].copy_from_slice(&durable_before.to_le_bytes());
     let crc = crc32fast::hash(&record[..44]);
     record[44..48].copy_from_slice(&crc.to_le_bytes());
-}
-
-fn padded(len: usize) -> usize {
-    len.next_multiple_of(8)
 }
 
 /// The whole record with padding. The text of an error names what cannot be stored.
@@ -467,153 +468,4 @@ fn routing(
         ));
     }
     Ok(SequenceRouting { shape, runs })
-}
-
-struct Encoder(Vec<u8>);
-
-impl Encoder {
-    fn u32(&mut self, value: u32) {
-        self.0.extend_from_slice(&value.to_le_bytes());
-    }
-
-    fn f64(&mut self, value: f64) {
-        self.0.extend_from_slice(&value.to_le_bytes());
-    }
-
-    fn text(&mut self, text: &str) -> Result<(), String> {
-        let len = u32::try_from(text.len()).map_err(|_| format!("a text of {} bytes", text.len()))?;
-        self.u32(len);
-        self.0.extend_from_slice(text.as_bytes());
-        Ok(())
-    }
-
-    fn words(&mut self, words: impl ExactSizeIterator<Item = u32>) {
-        let start = self.0.len();
-        self.0.resize(start + 4 * words.len(), 0);
-        for (out, word) in self.0[start..].chunks_exact_mut(4).zip(words) {
-            out.copy_from_slice(&word.to_le_bytes());
-        }
-    }
-
-    fn section(
-        &mut self,
-        section: u32,
-        sequence: u32,
-        fill: impl FnOnce(&mut Self) -> Result<(), String>,
-    ) -> Result<(), String> {
-        self.u32(section);
-        self.u32(sequence);
-        let at = self.0.len();
-        self.0.extend_from_slice(&[0; 8]);
-        fill(self)?;
-        let len = (self.0.len() - at - 8) as u64;
-        self.0[at..at + 8].copy_from_slice(&len.to_le_bytes());
-        self.0.resize(padded(self.0.len()), 0);
-        Ok(())
-    }
-}
-
-struct Decoder<'a>(&'a [u8]);
-
-impl<'a> Decoder<'a> {
-    fn take(&mut self, len: usize) -> Result<&'a [u8], String> {
-        let (head, tail) = self
-            .0
-            .split_at_checked(len)
-            .ok_or_else(|| format!("{len} bytes wanted, {} left", self.0.len()))?;
-        self.0 = tail;
-        Ok(head)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], String> {
-        let mut bytes = [0; N];
-        bytes.copy_from_slice(self.take(N)?);
-        Ok(bytes)
-    }
-
-    fn u32(&mut self) -> Result<u32, String> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn f64(&mut self) -> Result<f64, String> {
-        Ok(f64::from_le_bytes(self.array()?))
-    }
-
-    fn text(&mut self) -> Result<String, String> {
-        let len = self.u32()? as usize;
-        String::from_utf8(self.take(len)?.to_vec()).map_err(|e| e.to_string())
-    }
-
-    fn words(&self) -> impl ExactSizeIterator<Item = u32> + 'a {
-        self.0
-            .chunks_exact(4)
-            .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-    }
-
-    /// The next section's payload, number and sequence.
-    fn section(&mut self) -> Result<(Decoder<'a>, u32, u32), String> {
-        let (section, sequence) = (self.u32()?, self.u32()?);
-        let len = usize::try_from(u64::from_le_bytes(self.array()?)).map_err(|e| e.to_string())?;
-        let payload = self.take(len)?;
-        self.take((padded(len) - len).min(self.0.len()))?;
-        Ok((Decoder(payload), section, sequence))
-    }
-}
-
-const STOP_CODES: [(StopReason, u32); 5] = [
-    (StopReason::AgentCompleted, 1),
-    (StopReason::MaxTurnsReached, 2),
-    (StopReason::Timeout, 3),
-    (StopReason::Overlong, 4),
-    (StopReason::AgentCrash, 5),
-];
-
-fn stop_code(stop: StopReason) -> u32 {
-    match stop {
-        StopReason::AgentCompleted => 1,
-        StopReason::MaxTurnsReached => 2,
-        StopReason::Timeout => 3,
-        StopReason::Overlong => 4,
-        StopReason::AgentCrash => 5,
-    }
-}
-
-fn stop_reason(code: u32) -> Result<StopReason, String> {
-    STOP_CODES
-        .iter()
-        .find(|(_, c)| *c == code)
-        .map(|(reason, _)| *reason)
-        .ok_or_else(|| format!("stop reason {code} is unknown to this program"))
-}
-
-const DROP_CODES: [(DropReason, u32); 8] = [
-    (DropReason::EnvSetupFailed, 1),
-    (DropReason::AgentSetupFailed, 2),
-    (DropReason::VerifierFailed, 3),
-    (DropReason::VerifierTimeout, 4),
-    (DropReason::EngineFailed, 5),
-    (DropReason::LeaseLost, 6),
-    (DropReason::Stale, 7),
-    (DropReason::TooOld, 8),
-];
-
-fn drop_code(reason: DropReason) -> u32 {
-    match reason {
-        DropReason::EnvSetupFailed => 1,
-        DropReason::AgentSetupFailed => 2,
-        DropReason::VerifierFailed => 3,
-        DropReason::VerifierTimeout => 4,
-        DropReason::EngineFailed => 5,
-        DropReason::LeaseLost => 6,
-        DropReason::Stale => 7,
-        DropReason::TooOld => 8,
-    }
-}
-
-fn drop_reason(code: u32) -> Result<DropReason, String> {
-    DROP_CODES
-        .iter()
-        .find(|(_, c)| *c == code)
-        .map(|(reason, _)| *reason)
-        .ok_or_else(|| format!("drop reason {code} is unknown to this program"))
 }
