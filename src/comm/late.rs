@@ -83,10 +83,8 @@ impl LateNotes {
         note.put_u64_le(number);
         note.put_slice(phase.as_bytes());
         let note = note.freeze();
-        let others = self.members.iter().filter(|rank| **rank != self.comm.rank());
-        others
-            .map(|rank| self.comm.send(*rank, self.tag, note.clone()))
-            .collect()
+        let mut others = self.members.iter().filter(|rank| **rank != self.comm.rank());
+        others.try_for_each(|rank| self.comm.send(*rank, self.tag, note.clone()))
     }
 
     fn read(&mut self) {

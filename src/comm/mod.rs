@@ -70,6 +70,8 @@ impl Tag {
     pub const CONTROL_REPLY: Tag = Tag(4);
     /// From the head to the trainer ranks.
     pub const TRAINER: Tag = Tag(5);
+    /// From trainer ranks to the head: their parts of a checkpoint are written.
+    pub const CHECKPOINT: Tag = Tag(6);
 
     /// The `number`-th kind of [`group`] that a rank is in.
     pub const fn group(number: u16) -> Tag {

@@ -11,7 +11,7 @@
 //! |---|---|---|---|
 //! | this thread | a batch | workers that end trials; a stop | the time of all attempts of a trial |
 //! | this thread | engines to take weights | engine threads | [`PUSH_DEADLINE`] |
-//! | this thread | room in the checkpoint writer | the writer | its queue deadline |
+//! | this thread | the end of the checkpoint before | the writer, and the other ranks' | its queue deadline |
 //! | workers | a trial to start | [`Buffer::step_done`] | until the run ends |
 //! | agents | model calls | engine threads, never this one | their own limits |
 //!
@@ -41,7 +41,7 @@ use crate::{
         batch::TrainBatch,
         buffer::{Buffer, BufferError},
         checkpoint::WriteReport,
-        trainer::Trainer,
+        trainer::{TrainError, Trainer},
         weights::push,
     },
 };
@@ -138,8 +138,14 @@ impl<'a> Head<'a> {
         let outcome = self.steps(&rollouts);
         self.control.stop_trials();
         let wound_down = self.control.wait("the running trials", WIND_DOWN, rollouts);
-        // Even after an error the steps that were made are kept.
-        let saved = self.save_last();
+        // Even after an error the steps that were made are kept, unless the trainer ranks broke off in a step:
+        // they all end with it, and their weights may be those of half a step.
+        let saved = match &outcome {
+            Err(error) if !self.team.is_alone() && error.chain().any(|cause| cause.is::<TrainError>()) => {
+                self.drain()
+            }
+            _ => self.save_last(),
+        };
         let finished = outcome?;
         wound_down?.context("the task that runs trials panicked")?;
         saved?;
@@ -296,15 +302,24 @@ impl<'a> Head<'a> {
     }
 
     fn save(&self) -> anyhow::Result<()> {
-        self.team.save()?;
-        self.checkpoints.save(&self.trainer, &self.buffer)
+        let Some(order) = self.checkpoints.begin(&self.trainer, &self.buffer)? else {
+            return Ok(());
+        };
+        self.team.save(order)?;
+        self.checkpoints.save(order, &self.trainer, &self.buffer)
+    }
+
+    /// Waits for all writing.
+    fn drain(&mut self) -> anyhow::Result<()> {
+        let reports = self.checkpoints.drain(&self.buffer)?;
+        self.note_checkpoints(&reports);
+        Ok(())
     }
 
     /// Waits for all writing, and writes the last step that was made if it is not published yet.
     fn save_last(&mut self) -> anyhow::Result<()> {
         let step = self.trainer.version().0;
-        let reports = self.checkpoints.drain(&self.buffer)?;
-        self.note_checkpoints(&reports);
+        self.drain()?;
         if step == self.last_published {
             return Ok(());
         }

@@ -5,13 +5,13 @@
 //! other ranks         └─▶ the same work            ─┘      collectives keep them together
 //! ```
 //!
-//! Rank 0 sends an order (a step with its batch, weights for the engines, a snapshot, the end) and then
+//! Rank 0 sends an order (a step with its batch, weights for the engines, a checkpoint, the end) and then
 //! does the same itself; every order is one call of the trainer that all ranks make. Between two orders
 //! it says every [`ALIVE_INTERVAL`] that it is there, and a rank that hears nothing for [`SILENCE_MAX`]
 //! ends with an error.
 
 use super::{
-    checkpointing,
+    checkpointing::{self, PartSaver, SaveOrder},
     placement::{placement, Placement},
     stages, wiring,
 };
@@ -59,8 +59,8 @@ enum Order {
     Step { pieces: usize },
     /// Gather the weights.
     Weights,
-    /// Gather a snapshot.
-    Save,
+    /// Save their parts of a checkpoint, whose folder is there.
+    Save(SaveOrder),
     /// The head is there.
     Alive,
     /// The run is over.
@@ -98,27 +98,31 @@ pub struct Team {
 }
 
 impl Team {
-    /// Starts the trainers of the other ranks.
-    pub fn start(
-        comm: &Arc<dyn Communicator>,
-        trainers: &[u32],
-        total_steps: u32,
-        resume: Option<&checkpointing::ResumePoint>,
-    ) -> anyhow::Result<Self> {
+    /// Leads the trainers of the other ranks from here on.
+    pub fn gather(comm: &Arc<dyn Communicator>, trainers: &[u32]) -> anyhow::Result<Self> {
         let ranks: Vec<u32> = trainers.iter().copied().filter(|r| *r != comm.rank()).collect();
-        let mut team = Self {
+        let alive = match ranks.is_empty() {
+            true => None,
+            false => Some(keep_saying(comm.clone(), ranks.clone())?),
+        };
+        Ok(Self {
             comm: comm.clone(),
             ranks,
-            alive: None,
-        };
-        team.order(&Order::Start {
+            alive,
+        })
+    }
+
+    /// The others make their trainers.
+    pub fn start(&self, total_steps: u32, resume: Option<&checkpointing::ResumePoint>) -> anyhow::Result<()> {
+        Ok(self.order(&Order::Start {
             total_steps,
             checkpoint: resume.map(|r| (r.checkpoint.step, r.checkpoint.path.clone())),
-        })?;
-        if !team.ranks.is_empty() {
-            team.alive = Some(keep_saying(comm.clone(), team.ranks.clone())?);
-        }
-        Ok(team)
+        })?)
+    }
+
+    /// True when nobody else trains.
+    pub fn is_alone(&self) -> bool {
+        self.ranks.is_empty()
     }
 
     /// The others make the step of this batch; the caller does the same next. So with all of them.
@@ -147,9 +151,9 @@ impl Team {
         Ok(self.order(&Order::Weights)?)
     }
 
-    /// A snapshot is gathered next.
-    pub fn save(&self) -> anyhow::Result<()> {
-        Ok(self.order(&Order::Save)?)
+    /// Every rank saves its part next.
+    pub fn save(&self, save: SaveOrder) -> anyhow::Result<()> {
+        Ok(self.order(&Order::Save(save))?)
     }
 
     /// The run is over. Nothing is said afterwards: the others may have left the world.
@@ -236,6 +240,8 @@ pub fn follow(
         .transpose()?;
     let mut trainer: Trainer =
         wiring::make_trainer(settings, place, total_steps, replay, resume.as_ref(), mesh)?;
+    drop(resume);
+    let parts = PartSaver::start(settings, comm, trainers)?;
     loop {
         match orders.order()? {
             Order::Step { pieces } => {
@@ -245,8 +251,8 @@ pub fn follow(
                     .with_context(|| format!("step {}", batch.step))?;
             }
             Order::Weights => trainer.assist_export()?,
-            Order::Save => trainer.assist_save()?,
-            Order::End => return Ok(()),
+            Order::Save(save) => parts.save(save, &trainer)?,
+            Order::End => return parts.finish(),
             Order::Start { .. } | Order::Alive => bail!("rank 0 started the trainer twice"),
         }
     }

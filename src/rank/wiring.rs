@@ -59,7 +59,7 @@ use crate::{
     },
     train::{
         buffer::Buffer,
-        checkpoint::CheckpointContent,
+        checkpoint::LoadedCheckpoint,
         trainer::{Mesh, Trainer},
     },
 };
@@ -153,7 +153,9 @@ pub fn run_head(
         );
     }
 
-    let checkpoints = Checkpointing::open(settings, &model)?;
+    // Checking a large checkpoint takes minutes, in which the other ranks hear that this one is there.
+    let team = Team::gather(comm, &roles.trainer_ranks)?;
+    let checkpoints = Checkpointing::open(settings, &model, &**comm, &roles.trainer_ranks)?;
     let resume = checkpoints.latest()?;
     let step = resume.as_ref().map_or(0, |r| r.content.state.global_step);
     let report = Arc::new(Report::open(settings, step, total_steps, attempt)?);
@@ -166,7 +168,7 @@ pub fn run_head(
         resume.as_ref().map(|r| &r.manifest),
     )?;
     let replay = stages::replay(settings, &model)?;
-    let team = Team::start(comm, &roles.trainer_ranks, total_steps, resume.as_ref())?;
+    team.start(total_steps, resume.as_ref())?;
     let mesh = team::mesh(settings, place, comm, &roles.trainer_ranks)?;
     let is_alone = mesh.is_none();
     let content = resume.as_ref().map(|r| &r.content);
@@ -234,7 +236,7 @@ pub fn make_trainer(
     place: Placement,
     total_steps: u32,
     replay: Option<RoutingShape>,
-    resume: Option<&CheckpointContent>,
+    resume: Option<&LoadedCheckpoint>,
     mesh: Option<Arc<Mesh>>,
 ) -> anyhow::Result<Trainer> {
     let threads = compute_threads(settings) as i32;
@@ -255,11 +257,11 @@ pub fn make_trainer(
         trainer = trainer.with_critic(trunk);
     }
     if let Some(content) = resume {
-        let state = &content.state;
+        let (tensors, state) = (&content.tensors, &content.state);
         trainer.load_state(
-            &content.actor,
-            &content.optimizer,
-            content.critic.as_ref(),
+            &tensors.actor,
+            &tensors.optimizer,
+            tensors.critic.as_ref(),
             state.trainer,
             state.weight_version,
         )?;

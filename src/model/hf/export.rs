@@ -5,7 +5,7 @@
 //! all others (vision tower, draft layers for multi-token prediction, …) are copied byte for byte. At
 //! most three tensors of the network are in memory at a time.
 
-use super::{experts, header, header::Entry, Checkpoint, ModelConfig, ModelError, TensorSpec};
+use super::{header, header::Entry, Checkpoint, ModelConfig, ModelError, StoredDType, TensorSpec};
 use crate::base::{DType, WeightTensor};
 use bytes::Bytes;
 use std::{
@@ -103,38 +103,82 @@ pub fn export_folder(
     Ok(report)
 }
 
-/// The tensors of a policy as the folder `source` stores them, with the folder's other tensors behind them.
-/// Values keep their element types; f16 becomes f32. Copies no data but that of f16.
-pub fn stored_layout(
-    config: &ModelConfig,
-    source: &Checkpoint,
-    tensors: &[WeightTensor],
-) -> Result<Vec<WeightTensor>, ModelError> {
-    let mut out = Vec::with_capacity(tensors.len());
-    for tensor in tensors {
-        let spec = TensorSpec {
-            name: tensor.name.clone(),
-            shape: tensor.shape.clone(),
-        };
-        if source.parts(&spec).is_empty() {
-            out.push(tensor.clone());
-        } else {
-            out.extend(experts::split(tensor));
+/// A tensor of a model folder that is to be written, and where its bytes come from.
+#[derive(Clone, Debug)]
+pub struct LayoutTensor {
+    /// Name in the folder.
+    pub name: String,
+    /// Element type in the folder.
+    pub dtype: StoredDType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Its bytes.
+    pub source: LayoutSource,
+}
+
+/// Where the bytes of a [`LayoutTensor`] come from.
+#[derive(Clone, Debug)]
+pub enum LayoutSource {
+    /// A run of numbers of a tensor of the network, in f32.
+    Network {
+        /// Name of that tensor.
+        tensor: String,
+        /// Its first number, row by row.
+        start: usize,
+    },
+    /// The source folder's own, as they are; they stay in its memory map.
+    Folder(Bytes),
+}
+
+impl LayoutTensor {
+    /// Numbers.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Bytes in the folder.
+    pub fn size_bytes(&self) -> usize {
+        self.numel() * self.dtype.size_bytes()
+    }
+}
+
+/// How a trained policy is stored in the layout of the folder `source`: the network's tensors in f32, the
+/// folder's other tensors behind them, byte for byte. Copies no data.
+pub fn stored_layout(config: &ModelConfig, source: &Checkpoint) -> Result<Vec<LayoutTensor>, ModelError> {
+    let network = |stored: TensorSpec, tensor: &str, start: usize| LayoutTensor {
+        name: stored.name,
+        dtype: StoredDType::F32,
+        shape: stored.shape,
+        source: LayoutSource::Network {
+            tensor: tensor.to_owned(),
+            start,
+        },
+    };
+    let mut out = Vec::new();
+    for spec in config.tensor_table() {
+        let parts = source.parts(&spec);
+        if parts.is_empty() {
+            out.push(network(spec.clone(), &spec.name, 0));
         }
+        let parts = parts.into_iter();
+        out.extend(parts.map(|part| network(part.spec, &spec.name, part.start)));
     }
     if config.tie_word_embeddings && source.names().any(|name| name == HEAD) {
-        let embedding = config.embedding_spec().name;
-        let head = tensors
-            .iter()
-            .find(|t| t.name == embedding)
-            .map(|t| WeightTensor {
-                name: HEAD.into(),
-                ..t.clone()
-            });
-        out.extend(head);
+        let embedding = config.embedding_spec();
+        let head = TensorSpec {
+            name: HEAD.into(),
+            shape: embedding.shape.clone(),
+        };
+        out.push(network(head, &embedding.name, 0));
     }
     for (name, _) in source.others(config) {
-        out.push(source.get_any(name)?.to_weight());
+        let stored = source.get_any(name)?;
+        out.push(LayoutTensor {
+            name: stored.name,
+            dtype: stored.dtype,
+            shape: stored.shape,
+            source: LayoutSource::Folder(stored.data),
+        });
     }
     Ok(out)
 }

@@ -29,6 +29,25 @@ pub enum StoredDType {
     F16,
 }
 
+impl StoredDType {
+    /// Bytes of one element.
+    pub fn size_bytes(self) -> usize {
+        match self {
+            StoredDType::F32 => 4,
+            StoredDType::Bf16 | StoredDType::F16 => 2,
+        }
+    }
+
+    /// How safetensors files name it.
+    pub fn file_name(self) -> &'static str {
+        match self {
+            StoredDType::F32 => "F32",
+            StoredDType::Bf16 => "BF16",
+            StoredDType::F16 => "F16",
+        }
+    }
+}
+
 /// A tensor where it lies. Cloning copies no data.
 #[derive(Clone, Debug)]
 pub struct StoredTensor {
@@ -88,6 +107,24 @@ pub struct Checkpoint {
     tensors: BTreeMap<String, (usize, Entry)>,
 }
 
+/// The weights of a training checkpoint lie in pieces, one file a rank, which is no model folder.
+fn refuse_pieces(dir: &Path) -> Result<(), ModelError> {
+    let is_piece = |name: &str| name.starts_with("model-rank-") && name.ends_with(".safetensors");
+    let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let pieces = names.filter(|entry| entry.file_name().to_str().is_some_and(is_piece));
+    match pieces.count() {
+        0 => Ok(()),
+        count => Err(ModelError::Safetensors {
+            path: dir.join("model.safetensors"),
+            problem: format!(
+                "it is not there: the folder holds what {count} trainer ranks wrote of the weights, each its \
+                 pieces; the same weights as a model folder are in `{}`",
+                dir.parent().unwrap_or(dir).join("huggingface").display()
+            ),
+        }),
+    }
+}
+
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
@@ -104,7 +141,11 @@ impl Checkpoint {
         };
         let index_path = dir.join("model.safetensors.index.json");
         if !index_path.is_file() {
-            checkpoint.add_shard(dir.join("model.safetensors"))?;
+            let only = dir.join("model.safetensors");
+            if !only.exists() {
+                refuse_pieces(dir)?;
+            }
+            checkpoint.add_shard(only)?;
             return Ok(checkpoint);
         }
         let text = std::fs::read(&index_path).map_err(ModelError::io(&index_path))?;

@@ -37,7 +37,7 @@ pub use config::{
 };
 pub use error::ModelError;
 pub use experts::released_layout;
-pub use export::{export_folder, stored_layout, ExportReport};
+pub use export::{export_folder, stored_layout, ExportReport, LayoutSource, LayoutTensor};
 pub use folder::{Checkpoint, StoredDType, StoredTensor};
 pub use rope::{Llama3Scaling, Rope, RopeScaling, YarnScaling};
 pub use save::{save_folder, save_folder_sharded, AUXILIARY_FILES, MAX_SHARD_BYTES};

@@ -2,12 +2,13 @@
 
 use crate::{
     config::{
-        values::{DeviceName, ModelEngine, TrainingMode},
+        values::{AdvEstimator, DeviceName, ModelEngine, TrainingMode},
         Settings,
     },
     plan::{
         layout,
         memory::{engine, size, train},
+        shape::ModelShape,
     },
     preflight::{fatal, model_family, ok, skip, warn, Facts, Outcome, Rule, TRAINING},
 };
@@ -71,7 +72,35 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
             of,
         ));
     }
+    found.extend(snapshots(s, facts, &model.shape));
     found
+}
+
+/// Bytes a parameter of what is copied to main memory for a checkpoint: weight and two moments in f32.
+const SNAPSHOT_BYTES: u64 = 12;
+
+/// A warning where the copies that a node's ranks make of their shares for a checkpoint do not fit into its
+/// memory.
+fn snapshots(s: &Settings, facts: &Facts, shape: &ModelShape) -> Option<Outcome> {
+    // Elsewhere the machine that was looked at is none of the run's.
+    facts.world_size?;
+    let memory = facts.memory_bytes?;
+    let networks = if s.algorithm.adv_estimator == AdvEstimator::Gae {
+        2
+    } else {
+        1
+    };
+    let ranks = u64::from(s.train_ranks().max(1));
+    let share = (shape.parameters() * SNAPSHOT_BYTES * networks).div_ceil(ranks);
+    let here = share * u64::from(s.topology.ngpus_per_node.max(1)).min(ranks);
+    (here as f64 > memory as f64 * USABLE).then(|| {
+        warn(format!(
+            "memory: saving copies {} of weights and moments into this node's {} of main memory; spread the trainer \
+             over more nodes (N_NODES_TRAIN)",
+            size(here),
+            size(memory)
+        ))
+    })
 }
 
 fn judge(what: &str, bytes: u64, parts: &str, capacity: u64, of: &str) -> Outcome {
@@ -115,10 +144,7 @@ fn by_name(s: &Settings) -> Outcome {
 mod tests {
     use super::*;
     use crate::{
-        plan::{
-            memory::Estimate,
-            shape::{tests::qwen35_35b, ModelShape},
-        },
+        plan::{memory::Estimate, shape::tests::qwen35_35b},
         preflight::{
             facts::GpuFacts,
             rules::testing::{facts, settings},
@@ -178,6 +204,34 @@ mod tests {
             processes: Vec::new(),
         }];
         assert_eq!(check(&with(&[]), Some(&small))[0].0, Verdict::Fatal);
+    }
+
+    #[test]
+    fn copies_for_a_checkpoint_fit_into_the_memory_of_the_node() {
+        let told = |set: &[&str], memory_bytes: u64, world_size| -> Vec<String> {
+            let facts = Facts {
+                memory_bytes: Some(memory_bytes),
+                world_size,
+                ..large()
+            };
+            let found = check(&settings(set), Some(&facts)).into_iter();
+            let told = found.filter(|(_, text)| text.contains("saving copies"));
+            told.map(|(verdict, text)| {
+                assert_eq!(verdict, Verdict::Warn);
+                text
+            })
+            .collect()
+        };
+        let bytes = qwen35_35b().parameters() * 12;
+        let node = ["NGPUS_PER_NODE=8", "DEVICE=cuda"];
+        assert!(told(&node, bytes * 2, Some(8)).is_empty());
+        let found = told(&node, bytes, Some(8));
+        assert!(found[0].contains(&size(bytes)), "{found:?}");
+        let critic = ["NGPUS_PER_NODE=8", "DEVICE=cuda", "ADV_ESTIMATOR=gae"];
+        assert_eq!(told(&critic, bytes * 2, Some(8)).len(), 1);
+        let two = ["NGPUS_PER_NODE=8", "DEVICE=cuda", "NNODES=2"];
+        assert!(told(&two, bytes, Some(16)).is_empty());
+        assert!(told(&node, bytes, None).is_empty());
     }
 
     #[test]

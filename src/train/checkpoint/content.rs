@@ -1,10 +1,10 @@
 //! What a checkpoint holds.
 
-use super::CheckpointError;
-use crate::base::{PolicyVersion, WeightTensor};
+use super::{export::ExportLayout, pieces::TensorPiece, CheckpointError};
+use crate::base::PolicyVersion;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
-use std::{fs, io, path::Path};
+use std::{fs, io, path::Path, sync::Arc};
 
 /// Counters of the trainer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -131,25 +131,39 @@ impl ModelFiles {
 /// The critic of a run that has one.
 #[derive(Clone, Debug)]
 pub struct CriticState {
-    /// f32 weights: the trunk under its Hugging Face names, `score.weight`, `score.bias`.
-    pub weights: Vec<WeightTensor>,
+    /// Weights: the trunk under its Hugging Face names, `score.weight`, `score.bias`.
+    pub weights: Vec<TensorPiece>,
     /// Optimizer moments.
-    pub optimizer: Vec<WeightTensor>,
+    pub optimizer: Vec<TensorPiece>,
 }
 
-/// A snapshot to be written, or one that was read. Tensors are reference-counted bytes.
+/// The tensors of a checkpoint: of a rank that saves its own pieces, of one that was read those of all ranks.
 #[derive(Clone, Debug)]
-pub struct CheckpointContent {
-    /// f32 master weights under their Hugging Face names.
-    pub actor: Vec<WeightTensor>,
-    /// Weights of the export in its element type; share the bytes of `actor` where that is f32.
-    pub export: Vec<WeightTensor>,
-    /// Optimizer moments.
-    pub optimizer: Vec<WeightTensor>,
+pub struct SavedTensors {
+    /// Master weights under the names of the network.
+    pub actor: Vec<TensorPiece>,
+    /// Optimizer moments: `exp_avg.<name>`, `exp_avg_sq.<name>`.
+    pub optimizer: Vec<TensorPiece>,
     /// The critic, where the run has one.
     pub critic: Option<CriticState>,
-    /// The rest of the run.
+}
+
+/// What rank 0 adds to the tensors of all ranks.
+#[derive(Clone, Debug)]
+pub struct CheckpointHead {
+    /// Everything of the run that is not a tensor.
     pub state: RunState,
     /// Configuration and tokenizer files.
     pub model_files: ModelFiles,
+    /// What `huggingface/` holds.
+    pub export: Arc<ExportLayout>,
+}
+
+/// A checkpoint that was read. Tensors are slices of memory maps.
+#[derive(Clone, Debug)]
+pub struct LoadedCheckpoint {
+    /// The pieces of all ranks that wrote it.
+    pub tensors: SavedTensors,
+    /// The rest of the run.
+    pub state: RunState,
 }

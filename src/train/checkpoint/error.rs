@@ -1,5 +1,6 @@
 //! What can go wrong with a checkpoint.
 
+use crate::comm::CommError;
 use std::{io, path::PathBuf, time::Duration};
 
 /// A failed checkpoint operation. What was published before it is untouched.
@@ -48,6 +49,36 @@ pub enum CheckpointError {
         /// How long was waited.
         waited: Duration,
     },
+    /// A rank could not write its part.
+    #[error("rank {rank} did not write its part of the checkpoint of step {step}: {problem}")]
+    Part {
+        /// Rank of the world.
+        rank: u32,
+        /// Step being written.
+        step: u32,
+        /// What it reports.
+        problem: String,
+        /// There was no room for the data.
+        is_disk_full: bool,
+    },
+    /// Ranks did not say that their part is written.
+    #[error(
+        "{} did not report within {} that their part of the checkpoint of step {step} is written: look at \
+         their logs and at the file system of CKPTS_DIR on their nodes",
+        named(ranks),
+        seconds(waited)
+    )]
+    PartDeadline {
+        /// Ranks of the world.
+        ranks: Vec<u32>,
+        /// Step being written.
+        step: u32,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// The other ranks cannot be reached.
+    #[error("between the ranks that write a checkpoint: {0}")]
+    Ranks(#[from] CommError),
     /// The writer thread is gone.
     #[error("the checkpoint writer has ended after a panic; see the log")]
     WriterGone,
@@ -56,7 +87,11 @@ pub enum CheckpointError {
 impl CheckpointError {
     /// True when there is no room for the data.
     pub fn is_disk_full(&self) -> bool {
-        matches!(self, Self::Io { source, .. } if is_full(source))
+        match self {
+            Self::Io { source, .. } => is_full(source),
+            Self::Part { is_disk_full, .. } => *is_disk_full,
+            _ => false,
+        }
     }
 }
 
@@ -74,6 +109,12 @@ fn advice(source: &io::Error) -> &'static str {
     } else {
         ""
     }
+}
+
+fn named(ranks: &[u32]) -> String {
+    let names: Vec<String> = ranks.iter().map(u32::to_string).collect();
+    let plural = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{plural} {}", names.join(", "))
 }
 
 fn seconds(duration: &Duration) -> String {

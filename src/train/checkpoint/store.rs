@@ -1,38 +1,35 @@
 //! The folder of all checkpoints of an experiment.
+//!
+//! A checkpoint is written in three moves: [`CheckpointStore::begin`] makes the temporary folder (rank 0),
+//! [`CheckpointStore::write_part`] writes what a rank has (every rank), [`CheckpointStore::publish`] adds the
+//! rest and makes it visible (rank 0). [`CheckpointStore::write`] is all of them for one rank.
 
 use super::{
-    content::{CheckpointContent, CriticState, ModelFiles, RunState},
+    content::{CheckpointHead, CriticState, LoadedCheckpoint, RunState, SavedTensors},
+    export,
+    marker::{marked_sizes_match, verify, write_recorded, FileRecord, Marker, MARKER},
+    pieces::{PieceIndex, TensorPiece},
     storage::{DiskStorage, Storage},
-    tensor_file::{read_tensors, write_tensors},
+    tensor_file::{read_pieces, write_pieces},
     CheckpointError,
 };
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::{
-    fs::{self, File},
-    io::{self, Read, Write},
+    fs,
+    io::{self, Write},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-const MARKER: &str = "COMMITTED";
 const LATEST: &str = "latest_checkpointed_iteration.txt";
 const PREFIX: &str = "global_step_";
-const FORMAT: u32 = 1;
+const ENDING: &str = ".safetensors";
 
-/// Content of the commit marker.
-#[derive(Debug, Serialize, Deserialize)]
-struct Marker {
-    format: u32,
-    step: u32,
-    files: Vec<FileRecord>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct FileRecord {
-    path: String,
-    size: u64,
-    crc32: u32,
-}
+/// Files of tensors, without what the number of ranks adds to their names.
+const ACTOR: &str = "actor/model";
+const OPTIMIZER: &str = "optimizer";
+const CRITIC: &str = "critic/model";
+const CRITIC_OPTIMIZER: &str = "critic/optimizer";
 
 /// A published checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,28 +132,73 @@ impl CheckpointStore {
         Ok(steps)
     }
 
-    /// Writes and publishes a checkpoint. When this returns, it survives a power cut. On an error
+    /// Writes and publishes a checkpoint of one rank. When this returns, it survives a power cut. On an error
     /// nothing was published and the temporary folder is removed, so that it takes no space.
-    pub fn write(&self, content: &CheckpointContent) -> Result<CommittedCheckpoint, CheckpointError> {
-        let step = content.state.global_step;
-        let temporary = self.aside(step, "tmp");
-        let result = self.write_and_publish(content, &temporary);
-        if result.is_err() && temporary.exists() {
-            if let Err(error) = self.storage.remove_dir_all(&temporary) {
-                tracing::warn!(path = %temporary.display(), %error, "cannot remove an unfinished checkpoint");
-            }
+    pub fn write(
+        &self,
+        tensors: &SavedTensors,
+        head: &CheckpointHead,
+    ) -> Result<CommittedCheckpoint, CheckpointError> {
+        let step = head.state.global_step;
+        let written = self
+            .begin(step, tensors.critic.is_some())
+            .and_then(|()| self.write_part(step, Place::ALONE, tensors))
+            .and_then(|files| self.publish(files, head));
+        if written.is_err() {
+            self.discard(step);
         }
-        result
+        written
     }
 
-    fn write_and_publish(
+    /// Makes the temporary folder of a step, in place of an older one.
+    pub fn begin(&self, step: u32, has_critic: bool) -> Result<(), CheckpointError> {
+        let temporary = self.temporary(step);
+        if temporary.exists() {
+            self.storage
+                .remove_dir_all(&temporary)
+                .map_err(at("remove", &temporary))?;
+        }
+        let folders = folders(&temporary, has_critic);
+        folders
+            .iter()
+            .try_for_each(|folder| self.storage.create_dir(folder).map_err(at("create", folder)))
+    }
+
+    /// Writes and syncs what a rank has of the tensors.
+    pub fn write_part(
         &self,
-        content: &CheckpointContent,
-        temporary: &Path,
+        step: u32,
+        place: Place,
+        tensors: &SavedTensors,
+    ) -> Result<Vec<FileRecord>, CheckpointError> {
+        let temporary = self.temporary(step);
+        let mut files = vec![(OPTIMIZER, &tensors.optimizer), (ACTOR, &tensors.actor)];
+        if let Some(critic) = &tensors.critic {
+            files.extend([(CRITIC, &critic.weights), (CRITIC_OPTIMIZER, &critic.optimizer)]);
+        }
+        let write = |(stem, pieces): (&str, &Vec<TensorPiece>)| {
+            let name = place.file_name(stem);
+            // Of an attempt that rank 0 did not wait for any longer.
+            let path = temporary.join(&name);
+            if path.exists() {
+                self.storage.remove_file(&path).map_err(at("remove", &path))?;
+            }
+            self.write_file(&temporary, &name, &|out| write_pieces(out, pieces))
+        };
+        files.into_iter().map(write).collect()
+    }
+
+    /// Adds state and export to what all ranks have written, and publishes the checkpoint: when this returns,
+    /// it survives a power cut.
+    pub fn publish(
+        &self,
+        parts: Vec<FileRecord>,
+        head: &CheckpointHead,
     ) -> Result<CommittedCheckpoint, CheckpointError> {
-        let step = content.state.global_step;
-        let files = self.write_files(content, temporary)?;
-        let size_bytes = files.iter().map(|f| f.size).sum();
+        let step = head.state.global_step;
+        let temporary = self.temporary(step);
+        let mut files = self.write_head(&temporary, &parts, head)?;
+        files.extend(parts);
 
         // Replace a folder of the same step. An intact one steps aside until the new one is published.
         let folder = self.folder(step);
@@ -178,17 +220,13 @@ impl CheckpointStore {
             }
         }
         self.storage
-            .rename(temporary, &folder)
-            .map_err(at("rename", temporary))?;
+            .rename(&temporary, &folder)
+            .map_err(at("rename", &temporary))?;
         self.storage
             .sync_dir(&self.root)
             .map_err(at("sync", &self.root))?;
 
-        let marker = Marker {
-            format: FORMAT,
-            step,
-            files,
-        };
+        let marker = Marker::new(step, files);
         self.replace_file(&folder.join(MARKER), &to_json(&marker, &folder)?)?;
         // Published. What follows may fail without harm: readers go by markers, not by this file.
         self.replace_file(&self.root.join(LATEST), step.to_string().as_bytes())?;
@@ -198,66 +236,73 @@ impl CheckpointStore {
         Ok(CommittedCheckpoint {
             step,
             path: folder,
-            size_bytes,
+            size_bytes: marker.size_bytes(),
         })
     }
 
-    /// Writes and syncs all files of a checkpoint below `temporary`.
-    fn write_files(
+    /// Removes what was written of a step that cannot be published.
+    pub fn discard(&self, step: u32) {
+        let temporary = self.temporary(step);
+        if !temporary.exists() {
+            return;
+        }
+        if let Err(error) = self.storage.remove_dir_all(&temporary) {
+            tracing::warn!(path = %temporary.display(), %error, "cannot remove an unfinished checkpoint");
+        }
+    }
+
+    /// Writes and syncs everything but the ranks' tensors, whose files it looks at.
+    fn write_head(
         &self,
-        content: &CheckpointContent,
         temporary: &Path,
+        parts: &[FileRecord],
+        head: &CheckpointHead,
     ) -> Result<Vec<FileRecord>, CheckpointError> {
-        if temporary.exists() {
-            self.storage
-                .remove_dir_all(temporary)
-                .map_err(at("remove", temporary))?;
+        for part in parts {
+            check_arrived(temporary, part)?;
         }
-        let mut folders = vec![
-            temporary.to_owned(),
-            temporary.join("actor"),
-            temporary.join("huggingface"),
-        ];
-        if content.critic.is_some() {
-            folders.push(temporary.join("critic"));
+        let damaged = |problem: String| CheckpointError::Damaged {
+            path: temporary.to_owned(),
+            problem,
+        };
+        // What is published can be loaded: the pieces of all ranks make whole tensors.
+        for stem in [OPTIMIZER, CRITIC, CRITIC_OPTIMIZER] {
+            let pieces = read_part(temporary, parts, stem)?;
+            PieceIndex::new(&pieces).map_err(|e| damaged(e.to_string()))?;
         }
-        for folder in &folders {
-            self.storage.create_dir(folder).map_err(at("create", folder))?;
+        let actor = read_part(temporary, parts, ACTOR)?;
+        let actor = PieceIndex::new(&actor).map_err(|e| damaged(e.to_string()))?;
+        if let Some(problem) = head.export.problem(&actor) {
+            return Err(damaged(problem));
         }
+
         let mut files = Vec::new();
         let mut put = |name: &str, write: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
             files.push(self.write_file(temporary, name, write)?);
             Ok::<(), CheckpointError>(())
         };
-        let state = to_json(&content.state, temporary)?;
-        put("state.json", &|out| out.write_all(&state))?;
-        put("optimizer.safetensors", &|out| {
-            write_tensors(out, &content.optimizer)
-        })?;
-        put("actor/config.json", &|out| {
-            out.write_all(&content.model_files.config)
-        })?;
-        put("actor/model.safetensors", &|out| {
-            write_tensors(out, &content.actor)
-        })?;
-        if let Some(critic) = &content.critic {
-            put("critic/model.safetensors", &|out| {
-                write_tensors(out, &critic.weights)
-            })?;
-            put("critic/optimizer.safetensors", &|out| {
-                write_tensors(out, &critic.optimizer)
+        let config = &head.model_files.config;
+        put("actor/config.json", &|out| out.write_all(config))?;
+        put("huggingface/config.json", &|out| out.write_all(config))?;
+        let exported = head.export.files();
+        for file in &exported {
+            put(&format!("huggingface/{}", file.name), &|out| {
+                file.write(out, &actor)
             })?;
         }
-        put("huggingface/config.json", &|out| {
-            out.write_all(&content.model_files.config)
-        })?;
-        put("huggingface/model.safetensors", &|out| {
-            write_tensors(out, &content.export)
-        })?;
-        for (name, bytes) in &content.model_files.others {
+        if exported.len() > 1 {
+            let index = to_json(&export::index(&exported), temporary)?;
+            put("huggingface/model.safetensors.index.json", &|out| {
+                out.write_all(&index)
+            })?;
+        }
+        for (name, bytes) in &head.model_files.others {
             put(&format!("huggingface/{name}"), &|out| out.write_all(bytes))?;
         }
-        for folder in folders.iter().rev() {
+        let state = to_json(&head.state, temporary)?;
+        put("state.json", &|out| out.write_all(&state))?;
+        let has_critic = temporary.join("critic").exists();
+        for folder in folders(temporary, has_critic).iter().rev() {
             self.storage.sync_dir(folder).map_err(at("sync", folder))?;
         }
         Ok(files)
@@ -271,19 +316,7 @@ impl CheckpointStore {
     ) -> Result<FileRecord, CheckpointError> {
         let path = folder.join(name);
         let mut file = self.storage.create_file(&path).map_err(at("create", &path))?;
-        let mut counted = Counted {
-            out: &mut *file,
-            size: 0,
-            hasher: crc32fast::Hasher::new(),
-        };
-        write(&mut counted).map_err(at("write", &path))?;
-        let (size, crc32) = (counted.size, counted.hasher.finalize());
-        file.sync().map_err(at("sync", &path))?;
-        Ok(FileRecord {
-            path: name.to_owned(),
-            size,
-            crc32,
-        })
+        write_recorded(&mut *file, name, &path, write)
     }
 
     /// Writes a small file aside, syncs it and renames it into place.
@@ -301,16 +334,29 @@ impl CheckpointStore {
         self.storage.sync_dir(folder).map_err(at("sync", folder))
     }
 
-    /// Reads a published checkpoint, as [`CheckpointStore::latest_committed`] returned it.
-    pub fn load(&self, checkpoint: &CommittedCheckpoint) -> Result<CheckpointContent, CheckpointError> {
+    /// Maps the tensors of a published checkpoint, as [`CheckpointStore::latest_committed`] returned it. The
+    /// files are those that its marker names; their contents are not checked again.
+    pub fn load(&self, checkpoint: &CommittedCheckpoint) -> Result<LoadedCheckpoint, CheckpointError> {
         let path = &checkpoint.path;
-        Ok(CheckpointContent {
-            actor: read_tensors(&path.join("actor/model.safetensors"))?,
-            export: read_tensors(&path.join("huggingface/model.safetensors"))?,
-            optimizer: read_tensors(&path.join("optimizer.safetensors"))?,
-            critic: read_critic(&path.join("critic"))?,
+        let marker = Marker::read(path, checkpoint.step).map_err(|problem| CheckpointError::Damaged {
+            path: path.clone(),
+            problem,
+        })?;
+        let read = |stem| read_part(path, &marker.files, stem);
+        let has_critic = marker.files.iter().any(|file| is_part(&file.path, CRITIC));
+        let critic = || -> Result<CriticState, CheckpointError> {
+            Ok(CriticState {
+                weights: read(CRITIC)?,
+                optimizer: read(CRITIC_OPTIMIZER)?,
+            })
+        };
+        Ok(LoadedCheckpoint {
+            tensors: SavedTensors {
+                actor: read(ACTOR)?,
+                optimizer: read(OPTIMIZER)?,
+                critic: has_critic.then(critic).transpose()?,
+            },
             state: self.load_state(checkpoint)?,
-            model_files: ModelFiles::read(&path.join("huggingface"))?,
         })
     }
 
@@ -359,6 +405,10 @@ impl CheckpointStore {
         Ok(committed)
     }
 
+    fn temporary(&self, step: u32) -> PathBuf {
+        self.aside(step, "tmp")
+    }
+
     fn aside(&self, step: u32, suffix: &str) -> PathBuf {
         self.root.join(format!("{PREFIX}{step}.{suffix}"))
     }
@@ -380,102 +430,68 @@ impl CheckpointStore {
     }
 }
 
-/// The critic of a verified checkpoint; the folder exists where the run had one.
-fn read_critic(folder: &Path) -> Result<Option<CriticState>, CheckpointError> {
-    if !folder.is_dir() {
-        return Ok(None);
-    }
-    Ok(Some(CriticState {
-        weights: read_tensors(&folder.join("model.safetensors"))?,
-        optimizer: read_tensors(&folder.join("optimizer.safetensors"))?,
-    }))
+/// Which of the ranks that save together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// From 0.
+    pub index: usize,
+    /// Ranks.
+    pub of: usize,
 }
 
-/// Whether the marker can be read and every file that it names has its size. Cheap: contents are not read.
-fn marked_sizes_match(folder: &Path, step: u32) -> bool {
-    let marker = fs::read(folder.join(MARKER)).ok();
-    let marker = marker.and_then(|text| serde_json::from_slice::<Marker>(&text).ok());
-    marker.is_some_and(|marker| {
-        marker.format == FORMAT
-            && marker.step == step
-            && marker
-                .files
-                .iter()
-                .all(|record| fs::metadata(folder.join(&record.path)).is_ok_and(|m| m.len() == record.size))
+impl Place {
+    /// One rank has everything.
+    pub const ALONE: Place = Place { index: 0, of: 1 };
+
+    /// Name of this rank's file.
+    fn file_name(self, stem: &str) -> String {
+        match self {
+            Place::ALONE => format!("{stem}{ENDING}"),
+            Place { index, of } => format!("{stem}-rank-{:05}-of-{of:05}{ENDING}", index + 1),
+        }
+    }
+}
+
+/// Whether a file belongs to the parts that all ranks wrote under this stem.
+fn is_part(path: &str, stem: &str) -> bool {
+    let rest = path.strip_prefix(stem).and_then(|rest| rest.strip_suffix(ENDING));
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with("-rank-"))
+}
+
+/// The pieces of all ranks.
+fn read_part(folder: &Path, files: &[FileRecord], stem: &str) -> Result<Vec<TensorPiece>, CheckpointError> {
+    let mut pieces = Vec::new();
+    for file in files.iter().filter(|file| is_part(&file.path, stem)) {
+        pieces.extend(read_pieces(&folder.join(&file.path))?);
+    }
+    Ok(pieces)
+}
+
+/// Whether a file that a rank has written is there for this one.
+fn check_arrived(folder: &Path, part: &FileRecord) -> Result<(), CheckpointError> {
+    let path = folder.join(&part.path);
+    let problem = match fs::metadata(&path) {
+        Ok(found) if found.len() == part.size => return Ok(()),
+        Ok(found) => format!(
+            "the rank that wrote it reports {} bytes, and rank 0 sees {}",
+            part.size,
+            found.len()
+        ),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            "the rank that wrote it reports success, and rank 0 does not see it".to_owned()
+        }
+        Err(source) => return Err(at("look at", &path)(source)),
+    };
+    Err(CheckpointError::Damaged {
+        path,
+        problem: format!("{problem}: CKPTS_DIR must be on a file system that all nodes share"),
     })
 }
 
-/// Checks a folder against its marker; the text says what is wrong.
-fn verify(folder: &Path, step: u32) -> Result<u64, String> {
-    let text = match fs::read(folder.join(MARKER)) {
-        Ok(text) => text,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(format!("no {MARKER} marker: it was never completely written"));
-        }
-        Err(e) => return Err(format!("{MARKER}: {e}")),
-    };
-    let marker: Marker = serde_json::from_slice(&text).map_err(|e| format!("{MARKER} is damaged: {e}"))?;
-    if marker.format != FORMAT {
-        return Err(format!(
-            "{MARKER} has format {}, this program reads {FORMAT}",
-            marker.format
-        ));
-    }
-    if marker.step != step {
-        return Err(format!("{MARKER} is of step {}", marker.step));
-    }
-    let mut total = 0;
-    for record in &marker.files {
-        let path = folder.join(&record.path);
-        let (size, crc32) = fingerprint(&path).map_err(|e| format!("{}: {e}", record.path))?;
-        if size != record.size {
-            return Err(format!(
-                "{} has {size} bytes instead of {}",
-                record.path, record.size
-            ));
-        }
-        if crc32 != record.crc32 {
-            return Err(format!(
-                "{} has checksum {crc32:08x} instead of {:08x}",
-                record.path, record.crc32
-            ));
-        }
-        total += size;
-    }
-    Ok(total)
-}
-
-fn fingerprint(path: &Path) -> io::Result<(u64, u32)> {
-    let mut file = File::open(path)?;
-    let mut hasher = crc32fast::Hasher::new();
-    let mut buffer = vec![0; 1 << 20];
-    let mut size = 0;
-    loop {
-        let count = file.read(&mut buffer)?;
-        if count == 0 {
-            return Ok((size, hasher.finalize()));
-        }
-        hasher.update(&buffer[..count]);
-        size += count as u64;
-    }
-}
-
-struct Counted<'a> {
-    out: &'a mut dyn Write,
-    size: u64,
-    hasher: crc32fast::Hasher,
-}
-
-impl Write for Counted<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let count = self.out.write(bytes)?;
-        self.hasher.update(&bytes[..count]);
-        self.size += count as u64;
-        Ok(count)
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
-    }
+fn folders(root: &Path, has_critic: bool) -> Vec<PathBuf> {
+    let mut folders = vec![root.to_owned(), root.join("actor"), root.join("huggingface")];
+    folders.extend(has_critic.then(|| root.join("critic")));
+    folders
 }
 
 fn to_json<T: Serialize>(value: &T, path: &Path) -> Result<Vec<u8>, CheckpointError> {

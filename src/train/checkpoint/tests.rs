@@ -1,5 +1,8 @@
 use super::*;
-use crate::base::{DType, PolicyVersion, WeightTensor};
+use crate::{
+    base::PolicyVersion,
+    model::hf::{LayoutSource, LayoutTensor, StoredDType},
+};
 use bytes::Bytes;
 use std::{
     io,
@@ -11,11 +14,13 @@ use std::{
     time::Duration,
 };
 
-fn tensor(name: &str, values: &[f32]) -> WeightTensor {
-    WeightTensor {
+mod ranks;
+
+fn tensor(name: &str, values: &[f32]) -> TensorPiece {
+    TensorPiece {
         name: name.into(),
-        dtype: DType::F32,
         shape: vec![values.len()],
+        offset: 0,
         data: values
             .iter()
             .flat_map(|v| v.to_le_bytes())
@@ -24,19 +29,46 @@ fn tensor(name: &str, values: &[f32]) -> WeightTensor {
     }
 }
 
-fn content(step: u32) -> CheckpointContent {
-    let weights = vec![
-        tensor("b.weight", &[step as f32, 2.0]),
-        tensor("a.weight", &[-1.5]),
-    ];
-    CheckpointContent {
-        export: weights.clone(),
-        actor: weights,
+/// A tensor of the export that is one of the network.
+fn exported(name: &str, shape: &[usize], from: &str, start: usize) -> LayoutTensor {
+    LayoutTensor {
+        name: name.into(),
+        dtype: StoredDType::F32,
+        shape: shape.to_vec(),
+        source: LayoutSource::Network {
+            tensor: from.into(),
+            start,
+        },
+    }
+}
+
+fn tensors(step: u32) -> SavedTensors {
+    SavedTensors {
+        actor: vec![
+            tensor("b.weight", &[step as f32, 2.0]),
+            tensor("a.weight", &[-1.5]),
+        ],
         optimizer: vec![tensor("exp_avg.b.weight", &[0.25, step as f32])],
         critic: (step % 2 == 1).then(|| CriticState {
             weights: vec![tensor("score.weight", &[step as f32])],
             optimizer: vec![tensor("exp_avg.score.weight", &[0.5])],
         }),
+    }
+}
+
+fn head(step: u32) -> CheckpointHead {
+    let passed_through = LayoutTensor {
+        name: "visual.weight".into(),
+        dtype: StoredDType::Bf16,
+        shape: vec![1, 3],
+        source: LayoutSource::Folder(Bytes::from_static(&[1, 2, 3, 4, 5, 6])),
+    };
+    CheckpointHead {
+        export: Arc::new(ExportLayout::new(vec![
+            exported("b.weight", &[2], "b.weight", 0),
+            exported("a.weight", &[1], "a.weight", 0),
+            passed_through,
+        ])),
         state: RunState {
             global_step: step,
             weight_version: PolicyVersion(step),
@@ -58,27 +90,28 @@ fn content(step: u32) -> CheckpointContent {
     }
 }
 
+/// Writes a checkpoint of one rank.
+fn write(store: &CheckpointStore, step: u32) -> Result<CommittedCheckpoint, CheckpointError> {
+    store.write(&tensors(step), &head(step))
+}
+
 #[track_caller]
-fn assert_same(got: &CheckpointContent, want: &CheckpointContent) {
-    let flat = |t: &[WeightTensor]| -> Vec<_> {
-        t.iter()
-            .map(|t| (t.name.clone(), t.dtype, t.shape.clone(), t.data.clone()))
-            .collect()
-    };
-    assert_eq!(flat(&got.actor), flat(&want.actor));
-    assert_eq!(flat(&got.export), flat(&want.export));
-    assert_eq!(flat(&got.optimizer), flat(&want.optimizer));
-    let critic = |c: &CheckpointContent| c.critic.as_ref().map(|c| (flat(&c.weights), flat(&c.optimizer)));
+fn assert_same(got: &SavedTensors, want: &SavedTensors) {
+    assert_eq!(got.actor, want.actor);
+    assert_eq!(got.optimizer, want.optimizer);
+    let critic = |t: &SavedTensors| t.critic.clone().map(|c| (c.weights, c.optimizer));
     assert_eq!(critic(got), critic(want));
-    assert_eq!(got.state, want.state);
-    assert_eq!(got.model_files, want.model_files);
 }
 
 fn latest_step(root: &Path) -> Option<u32> {
     let store = CheckpointStore::open(root).unwrap();
     let found = store.latest_committed().unwrap().checkpoint?;
     // Whatever is called latest must also load, completely.
-    assert_same(&store.load(&found).unwrap(), &content(found.step));
+    let loaded = store.load(&found).unwrap();
+    assert_same(&loaded.tensors, &tensors(found.step));
+    assert_eq!(loaded.state, head(found.step).state);
+    let files = ModelFiles::read(&found.path.join("huggingface")).unwrap();
+    assert_eq!(files, head(found.step).model_files);
     Some(found.step)
 }
 
@@ -87,12 +120,12 @@ fn what_is_written_is_read_back() {
     let root = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(root.path()).unwrap();
     assert_eq!(store.latest_committed().unwrap(), LatestCheckpoint::default());
-    let written = store.write(&content(12)).unwrap();
+    let written = write(&store, 12).unwrap();
     assert_eq!(written.path, root.path().join("global_step_12"));
     assert_eq!(latest_step(root.path()), Some(12));
     let with_critic = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(with_critic.path()).unwrap();
-    let written_with = store.write(&content(13)).unwrap();
+    let written_with = write(&store, 13).unwrap();
     assert!(written_with.path.join("critic/model.safetensors").is_file());
     assert!(!written.path.join("critic").exists());
     assert_eq!(latest_step(with_critic.path()), Some(13));
@@ -104,7 +137,7 @@ fn what_is_written_is_read_back() {
 fn tensor_files_are_read_by_the_safetensors_crate() {
     let root = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(root.path()).unwrap();
-    let written = store.write(&content(1)).unwrap();
+    let written = write(&store, 1).unwrap();
     let bytes = std::fs::read(written.path.join("huggingface/model.safetensors")).unwrap();
     let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header % 8, 0);
@@ -113,6 +146,11 @@ fn tensor_files_are_read_by_the_safetensors_crate() {
     assert_eq!(
         file.tensor("b.weight").unwrap().data(),
         [1f32, 2.0].map(f32::to_le_bytes).concat()
+    );
+    let through = file.tensor("visual.weight").unwrap();
+    assert_eq!(
+        (through.dtype(), through.shape(), through.data()),
+        (safetensors::Dtype::BF16, &[1, 3][..], &[1, 2, 3, 4, 5, 6][..])
     );
 }
 
@@ -160,8 +198,8 @@ fn damaged_and_unpublished_folders_are_passed_over_by_name() {
     for (name, damage, message) in cases {
         let root = tempfile::tempdir().unwrap();
         let store = CheckpointStore::open(root.path()).unwrap();
-        store.write(&content(9)).unwrap();
-        let newer = store.write(&content(10)).unwrap();
+        write(&store, 9).unwrap();
+        let newer = write(&store, 10).unwrap();
         damage(&newer.path);
         let found = store.latest_committed().unwrap();
         assert_eq!(found.checkpoint.unwrap().step, 9, "{name}");
@@ -172,7 +210,7 @@ fn damaged_and_unpublished_folders_are_passed_over_by_name() {
             found.skipped
         );
         // The same step can be written again in place of the damaged one.
-        store.write(&content(10)).unwrap();
+        write(&store, 10).unwrap();
         assert_eq!(latest_step(root.path()), Some(10), "{name}");
     }
 }
@@ -182,7 +220,7 @@ fn retain_keeps_the_newest_and_clears_remains() {
     let root = tempfile::tempdir().unwrap();
     let store = CheckpointStore::open(root.path()).unwrap();
     for step in [2, 4, 10, 6] {
-        store.write(&content(step)).unwrap();
+        write(&store, step).unwrap();
     }
     std::fs::create_dir(root.path().join("global_step_3.tmp")).unwrap();
     std::fs::create_dir(root.path().join("global_step_5")).unwrap();
@@ -209,7 +247,7 @@ fn retain_keeps_the_newest_and_clears_remains() {
 
 #[test]
 fn another_configuration_is_refused() {
-    let mut state = content(1).state;
+    let mut state = head(1).state;
     state.config_fingerprint = "SEED=1\nN_RESP=8\nTRAIN_FILES=/a b.parquet".into();
     let check = |now: &str| state.check_fingerprint(now, Path::new("state.json"));
     assert!(check(&state.config_fingerprint).is_ok());
@@ -324,12 +362,12 @@ fn stop_everywhere(kill: bool, rewrite: bool) -> usize {
     for at in 0.. {
         let root = tempfile::tempdir().unwrap();
         let good = CheckpointStore::open(root.path()).unwrap();
-        good.write(&content(2)).unwrap();
+        write(&good, 2).unwrap();
         if rewrite {
-            good.write(&content(4)).unwrap();
+            write(&good, 4).unwrap();
         }
         let (store, calls) = faulty(root.path(), at, kill);
-        let result = store.write(&content(4)).and_then(|_| store.retain(1));
+        let result = write(&store, 4).and_then(|_| store.retain(1));
         let finished = calls.load(Ordering::SeqCst) <= at;
         assert_eq!(result.is_ok(), finished, "operation {at}");
         // An error is reported as what it is.
@@ -344,7 +382,7 @@ fn stop_everywhere(kill: bool, rewrite: bool) -> usize {
             assert!(matches!(latest, Some(2 | 4)), "operation {at}: {latest:?}");
         }
         // And the next save succeeds and clears up.
-        good.write(&content(6)).unwrap();
+        write(&good, 6).unwrap();
         assert_eq!(good.retain(1).unwrap(), [6]);
         assert_eq!(latest_step(root.path()), Some(6));
         let folders = std::fs::read_dir(root.path()).unwrap().count();
@@ -398,20 +436,23 @@ fn a_real_full_disk_loses_nothing() {
         if !mounted {
             return false;
         }
-        let writer = CheckpointWriter::start(CheckpointStore::open(root.path()).unwrap(), Some(2)).unwrap();
-        let save = |content| {
-            writer.submit(content, Duration::from_secs(30)).unwrap();
-            writer.drain(Duration::from_secs(30)).unwrap().remove(0)
+        let store = CheckpointStore::open(root.path()).unwrap();
+        let writer = CheckpointWriter::start(store, Some(2), PartInboxes::none()).unwrap();
+        let save = |tensors: SavedTensors, step| {
+            let wait = Duration::from_secs(30);
+            assert!(writer.begin(step, tensors.critic.is_some()));
+            writer.submit(a_save(tensors, step), wait).unwrap();
+            writer.drain(wait).unwrap().remove(0)
         };
-        assert!(save(content(1)).result.is_ok());
-        let mut big = content(2);
+        assert!(save(tensors(1), 1).result.is_ok());
+        let mut big = tensors(2);
         big.optimizer.push(tensor("exp_avg.big", &vec![0.5; 200_000]));
-        let error = save(big).result.unwrap_err();
+        let error = save(big, 2).result.unwrap_err();
         assert!(error.is_disk_full(), "{error}");
         assert!(error.to_string().contains("optimizer.safetensors"), "{error}");
         assert!(error.to_string().contains("MAX_CKPT_TO_KEEP"), "{error}");
         assert_eq!(latest_step(root.path()), Some(1));
-        let report = save(content(3));
+        let report = save(tensors(3), 3);
         assert!(report.result.is_ok());
         assert_eq!(report.kept, [1, 3]);
         assert_eq!(latest_step(root.path()), Some(3));
@@ -424,6 +465,14 @@ fn a_real_full_disk_loses_nothing() {
     .unwrap();
     if !outcome {
         eprintln!("skipped: no right to mount a tmpfs; the simulated full disk is tested elsewhere");
+    }
+}
+
+fn a_save(tensors: SavedTensors, step: u32) -> Save {
+    Save {
+        number: u64::from(step),
+        tensors,
+        head: head(step),
     }
 }
 
@@ -468,12 +517,19 @@ fn the_writer_works_behind_the_trainer_and_waits_have_deadlines() {
         first: AtomicUsize::new(0),
     };
     let store = CheckpointStore::with_storage(root.path(), Arc::new(storage));
-    let writer = CheckpointWriter::start(store, None).unwrap();
+    let writer = CheckpointWriter::start(store, None, PartInboxes::none()).unwrap();
     let long = Duration::from_secs(60);
-    writer.submit(content(1), long).unwrap();
+    assert!(writer.begin(1, true) && writer.begin(2, false));
+    writer.submit(a_save(tensors(1), 1), long).unwrap();
+    let short = Duration::from_millis(20);
+    let error = writer.ready(short).unwrap_err();
+    assert!(
+        matches!(error, CheckpointError::Deadline { step: 1, .. }),
+        "{error}"
+    );
     // The first write hangs at the gate; one more fits into the queue, a third does not.
-    writer.submit(content(2), long).unwrap();
-    let error = writer.submit(content(3), Duration::from_millis(20)).unwrap_err();
+    writer.submit(a_save(tensors(2), 2), long).unwrap();
+    let error = writer.submit(a_save(tensors(3), 3), short).unwrap_err();
     assert!(
         matches!(error, CheckpointError::Deadline { step: 1, .. }),
         "{error}"

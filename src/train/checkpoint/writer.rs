@@ -1,16 +1,16 @@
-//! Writing in the background.
+//! Writing in the background, on rank 0: its own part, the reports of the other ranks, the rest.
 //!
-//! One thread, one checkpoint at a time. [`CheckpointWriter::submit`] returns as soon as the snapshot is
-//! queued; only when the previous one is still being written does it wait, with a deadline. A failed
-//! write is reported and the run goes on: older checkpoints stay, and the next save tries again.
+//! One thread, one checkpoint at a time. [`CheckpointWriter::ready`] waits until the one before it is written,
+//! with a deadline, so that a rank never holds two snapshots; [`CheckpointWriter::submit`] then returns at once.
+//! A failed write, of whatever rank, is reported and the run goes on: older checkpoints stay, and the next save
+//! tries again.
 
-use super::{CheckpointContent, CheckpointError, CheckpointStore, CommittedCheckpoint};
-use std::{
-    path::PathBuf,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    thread::JoinHandle,
-    time::{Duration, Instant},
+use super::{
+    background::{Background, Job},
+    parts::PartInboxes,
+    CheckpointError, CheckpointHead, CheckpointStore, CommittedCheckpoint, FileRecord, Place, SavedTensors,
 };
+use std::time::{Duration, Instant};
 
 /// How a write ended.
 #[derive(Debug)]
@@ -25,187 +25,154 @@ pub struct WriteReport {
     pub kept: Vec<u32>,
 }
 
-#[derive(Default)]
-struct State {
-    queued: Option<CheckpointContent>,
-    writing: Option<u32>,
-    reports: Vec<WriteReport>,
-    closed: bool,
-    dead: bool,
+/// A checkpoint to be written.
+pub struct Save {
+    /// Number of the save, which the reports of the other ranks carry.
+    pub number: u64,
+    /// What rank 0 has of the tensors.
+    pub tensors: SavedTensors,
+    /// The rest.
+    pub head: CheckpointHead,
 }
 
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // The state is plain data that is valid between any two statements.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl Job for Save {
+    fn step(&self) -> u32 {
+        self.head.state.global_step
     }
 }
 
 /// The writer thread's handle. Dropping it lets a queued write finish in the background.
 pub struct CheckpointWriter {
-    shared: Arc<Shared>,
-    root: PathBuf,
-    thread: Option<JoinHandle<()>>,
+    store: CheckpointStore,
+    thread: Background<Save, WriteReport>,
 }
 
 impl CheckpointWriter {
-    /// Starts the thread. `keep` is `MAX_CKPT_TO_KEEP`; `None` keeps all.
-    pub fn start(store: CheckpointStore, keep: Option<usize>) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared::default());
+    /// Starts the thread. `keep` is `MAX_CKPT_TO_KEEP`; `None` keeps all. `others` are the ranks that write
+    /// parts of the same checkpoints with a [`super::PartWriter`].
+    pub fn start(store: CheckpointStore, keep: Option<usize>, others: PartInboxes) -> std::io::Result<Self> {
+        let mut writer = Writer {
+            store: store.clone(),
+            keep,
+            others,
+        };
         let root = store.root().to_owned();
-        let thread = std::thread::Builder::new()
-            .name("checkpoint-writer".into())
-            .spawn({
-                let shared = shared.clone();
-                move || {
-                    let _guard = DeathNotice(&shared);
-                    run(&store, keep, &shared);
-                }
-            })?;
-        Ok(Self {
-            shared,
-            root,
-            thread: Some(thread),
-        })
+        let thread = Background::start("checkpoint-writer", &root, move |save| writer.write(save))?;
+        Ok(Self { store, thread })
     }
 
-    /// Queues a snapshot. Waits at most `deadline` for room.
-    pub fn submit(&self, content: CheckpointContent, deadline: Duration) -> Result<(), CheckpointError> {
-        let mut state = self.wait(deadline, |state| state.queued.is_none())?;
-        state.queued = Some(content);
-        self.shared.changed.notify_all();
-        Ok(())
+    /// Waits until everything before is written.
+    pub fn ready(&self, deadline: Duration) -> Result<(), CheckpointError> {
+        self.thread.idle(deadline)
+    }
+
+    /// Makes the temporary folder, which must be there before any rank writes. False when that is not
+    /// possible: there is a report then, and nothing to be submitted.
+    pub fn begin(&self, step: u32, has_critic: bool) -> bool {
+        let started = Instant::now();
+        let begun = self.store.begin(step, has_critic);
+        if let Err(error) = begun {
+            self.store.discard(step);
+            self.thread.add(failed(step, error, started));
+            return false;
+        }
+        true
+    }
+
+    /// Queues a checkpoint that was begun. Waits at most `deadline` for room.
+    pub fn submit(&self, save: Save, deadline: Duration) -> Result<(), CheckpointError> {
+        self.thread.submit(save, deadline)
     }
 
     /// Ended writes since the last call.
     pub fn reports(&self) -> Vec<WriteReport> {
-        std::mem::take(&mut self.shared.lock().reports)
+        self.thread.results()
     }
 
     /// Waits until nothing is queued or being written, and returns the reports.
     pub fn drain(&self, deadline: Duration) -> Result<Vec<WriteReport>, CheckpointError> {
-        let mut state = self.wait(deadline, |state| {
-            state.queued.is_none() && state.writing.is_none()
-        })?;
-        Ok(std::mem::take(&mut state.reports))
-    }
-
-    fn wait(
-        &self,
-        deadline: Duration,
-        ready: impl Fn(&State) -> bool,
-    ) -> Result<MutexGuard<'_, State>, CheckpointError> {
-        let end = Instant::now() + deadline;
-        let mut state = self.shared.lock();
-        loop {
-            if state.dead {
-                return Err(CheckpointError::WriterGone);
-            }
-            if ready(&state) {
-                return Ok(state);
-            }
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let queued = state.queued.as_ref().map(|c| c.state.global_step);
-                return Err(CheckpointError::Deadline {
-                    step: state.writing.or(queued).unwrap_or_default(),
-                    root: self.root.clone(),
-                    waited: deadline,
-                });
-            }
-            state = self
-                .shared
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+        self.thread.drain(deadline)
     }
 
     /// Waits for the last write and ends the thread.
-    pub fn finish(mut self, deadline: Duration) -> Result<Vec<WriteReport>, CheckpointError> {
-        let reports = self.drain(deadline)?;
-        self.close();
-        if let Some(thread) = self.thread.take() {
-            thread.join().map_err(|_| CheckpointError::WriterGone)?;
-        }
-        Ok(reports)
-    }
-
-    fn close(&self) {
-        self.shared.lock().closed = true;
-        self.shared.changed.notify_all();
+    pub fn finish(self, deadline: Duration) -> Result<Vec<WriteReport>, CheckpointError> {
+        self.thread.finish(deadline)
     }
 }
 
-impl Drop for CheckpointWriter {
-    fn drop(&mut self) {
-        self.close();
-    }
+struct Writer {
+    store: CheckpointStore,
+    keep: Option<usize>,
+    others: PartInboxes,
 }
 
-/// Wakes waiters when the thread ends for whatever reason.
-struct DeathNotice<'a>(&'a Shared);
-
-impl Drop for DeathNotice<'_> {
-    fn drop(&mut self) {
-        self.0.lock().dead = true;
-        self.0.changed.notify_all();
-    }
-}
-
-fn run(store: &CheckpointStore, keep: Option<usize>, shared: &Shared) {
-    loop {
-        let content = {
-            let mut state = shared.lock();
-            loop {
-                if let Some(content) = state.queued.take() {
-                    state.writing = Some(content.state.global_step);
-                    break content;
-                }
-                if state.closed {
-                    return;
-                }
-                state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+impl Writer {
+    fn write(&mut self, save: Save) -> WriteReport {
+        let (step, started) = (save.step(), Instant::now());
+        let published = match self.write_and_publish(save) {
+            Ok(published) => published,
+            Err(error) => {
+                self.store.discard(step);
+                return failed(step, error, started);
             }
         };
-        shared.changed.notify_all();
-        let report = write(store, keep, &content);
-        // The snapshot's memory is given back before anyone is told that the write is over.
-        drop(content);
-        let mut state = shared.lock();
-        state.writing = None;
-        state.reports.push(report);
-        drop(state);
-        shared.changed.notify_all();
+        tracing::info!(step, path = %published.path.display(), bytes = published.size_bytes, "checkpoint published");
+        let kept = match self.store.retain(self.keep.unwrap_or(usize::MAX)) {
+            Ok(steps) => steps,
+            Err(error) => {
+                tracing::warn!(step, %error, "cannot remove surplus checkpoints");
+                Vec::new()
+            }
+        };
+        WriteReport {
+            step,
+            result: Ok(published),
+            elapsed: started.elapsed(),
+            kept,
+        }
+    }
+
+    fn write_and_publish(&mut self, save: Save) -> Result<CommittedCheckpoint, CheckpointError> {
+        let Save {
+            number,
+            tensors,
+            head,
+        } = save;
+        let step = head.state.global_step;
+        let own = self.write_own(step, &tensors);
+        // The rest is read from the files: the snapshot's memory is given back.
+        drop(tensors);
+        // Also after an error of its own: the folder cannot be removed while others write there.
+        let others = self.others.gather(number, step);
+        let mut files = own?;
+        files.extend(others?);
+        self.store.publish(files, &head)
+    }
+
+    fn write_own(&self, step: u32, tensors: &SavedTensors) -> Result<Vec<FileRecord>, CheckpointError> {
+        let place = Place {
+            index: 0,
+            of: self.others.len() + 1,
+        };
+        let written = self.store.write_part(step, place, tensors);
+        if place == Place::ALONE {
+            return written;
+        }
+        written.map_err(|error| CheckpointError::Part {
+            rank: self.others.own_rank(),
+            step,
+            is_disk_full: error.is_disk_full(),
+            problem: error.to_string(),
+        })
     }
 }
 
-fn write(store: &CheckpointStore, keep: Option<usize>, content: &CheckpointContent) -> WriteReport {
-    let step = content.state.global_step;
-    let started = Instant::now();
-    let result = store.write(content);
-    let mut kept = Vec::new();
-    match &result {
-        Ok(published) => {
-            tracing::info!(step, path = %published.path.display(), bytes = published.size_bytes, "checkpoint published");
-            match store.retain(keep.unwrap_or(usize::MAX)) {
-                Ok(steps) => kept = steps,
-                Err(error) => tracing::warn!(step, %error, "cannot remove surplus checkpoints"),
-            }
-        }
-        Err(error) => tracing::error!(step, %error, "checkpoint was not written; training goes on"),
-    }
+fn failed(step: u32, error: CheckpointError, started: Instant) -> WriteReport {
+    tracing::error!(step, %error, "checkpoint was not written; training goes on");
     WriteReport {
         step,
-        result,
+        result: Err(error),
         elapsed: started.elapsed(),
-        kept,
+        kept: Vec::new(),
     }
 }

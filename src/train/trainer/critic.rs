@@ -15,7 +15,7 @@ use super::{
     block_loop::{to_vec, vector_jacobian, Gradients, Network},
     dealing::deal,
     mesh::Mesh,
-    optimizer::{AdamW, Moments},
+    optimizer::AdamW,
     samples::Samples,
     shards::{units_of, Given, Shards},
     TrainError, TrainerConfig,
@@ -23,7 +23,10 @@ use super::{
 use crate::{
     base::WeightError,
     model::net::Policy,
-    train::{algorithm::ValueSums, checkpoint::CriticState},
+    train::{
+        algorithm::ValueSums,
+        checkpoint::{CriticState, PieceIndex},
+    },
 };
 use std::sync::Arc;
 use tch::{no_grad, Kind, Tensor};
@@ -251,32 +254,29 @@ impl Critic {
         Ok((gradients, sums))
     }
 
-    /// Copies of weights and moments, whole.
-    pub(super) fn export(&self) -> Result<CriticState, TrainError> {
-        Ok(CriticState {
-            weights: self.shards.export_parameters()?,
-            optimizer: self.optimizer.export(&self.shards)?,
-        })
+    /// Copies of what this rank owns of weights and moments.
+    pub(super) fn snapshot(&self) -> CriticState {
+        CriticState {
+            weights: self.shards.snapshot("", &self.shards.shares()),
+            optimizer: self.optimizer.snapshot(&self.shards),
+        }
     }
 
-    /// This rank's part of an export that another rank keeps.
-    pub(super) fn assist_export(&self) -> Result<(), TrainError> {
-        self.shards.assist_export(&self.shards.shares())?;
-        self.optimizer.assist_export(&self.shards)
-    }
-
-    /// Reads a saved state, for [`Critic::restore`]; nothing changes.
-    pub(super) fn read(&self, state: &CriticState) -> Result<SavedCritic, WeightError> {
-        Ok(SavedCritic {
-            weights: self.shards.read("", &state.weights)?,
-            moments: AdamW::read(&self.shards, &state.optimizer)?,
-        })
+    /// Looks whether a saved state fits, for [`Critic::restore`]; nothing changes.
+    pub(super) fn check<'a>(&self, state: &'a CriticState) -> Result<SavedCritic<'a>, WeightError> {
+        let saved = SavedCritic {
+            weights: PieceIndex::new(&state.weights)?,
+            moments: PieceIndex::new(&state.optimizer)?,
+        };
+        self.shards.check("", &saved.weights)?;
+        AdamW::check(&self.shards, &saved.moments)?;
+        Ok(saved)
     }
 
     /// Continues from a saved state after `updates` updates.
-    pub(super) fn restore(&mut self, saved: SavedCritic, updates: u64) {
+    pub(super) fn restore(&mut self, saved: &SavedCritic<'_>, updates: u64) {
         self.shards.set_parameters(&saved.weights);
-        self.optimizer.restore(saved.moments, updates);
+        self.optimizer.restore(&self.shards, &saved.moments, updates);
     }
 
     /// Predictions of whole sequences in one autograd graph: the oracle of the block loop.
@@ -291,7 +291,7 @@ impl Critic {
 }
 
 /// A state that fits the critic.
-pub(super) struct SavedCritic {
-    weights: Vec<Tensor>,
-    moments: Moments,
+pub(super) struct SavedCritic<'a> {
+    weights: PieceIndex<'a>,
+    moments: PieceIndex<'a>,
 }

@@ -10,12 +10,17 @@
 //! p ← p − lr/(1 − β1^t) · m / ( √v/√(1 − β2^t) + eps )
 //! ```
 
-use super::{block_loop::Gradients, shards::Shards, TrainError};
+use super::{block_loop::Gradients, shards::Shards};
 use crate::{
-    base::{WeightError, WeightTensor},
+    base::WeightError,
     model::net::{fused_adamw, AdamWStep, AdamWTensors},
+    train::checkpoint::{PieceIndex, TensorPiece},
 };
 use tch::{no_grad, Tensor};
+
+/// Prefixes of the names of saved moments.
+const FIRST: &str = "exp_avg.";
+const SECOND: &str = "exp_avg_sq.";
 
 /// Constants of the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -157,39 +162,28 @@ impl AdamW {
         [column(|slot| &slot.first), column(|slot| &slot.second)]
     }
 
-    /// Copies of the moments, whole: `exp_avg.<name>` and `exp_avg_sq.<name>`.
-    pub(super) fn export(&self, shards: &Shards) -> Result<Vec<WeightTensor>, TrainError> {
+    /// Copies of this rank's moments: `exp_avg.<name>` and `exp_avg_sq.<name>`.
+    pub(super) fn snapshot(&self, shards: &Shards) -> Vec<TensorPiece> {
         let [first, second] = self.columns();
-        let mut all = shards.export("exp_avg.", &first)?;
-        all.extend(shards.export("exp_avg_sq.", &second)?);
-        Ok(all)
+        let mut all = shards.snapshot(FIRST, &first);
+        all.extend(shards.snapshot(SECOND, &second));
+        all
     }
 
-    /// This rank's part of an export that another rank keeps.
-    pub(super) fn assist_export(&self, shards: &Shards) -> Result<(), TrainError> {
-        let mut columns = self.columns().into_iter();
-        columns.try_for_each(|column| shards.assist_export(&column))
+    /// Whether saved moments are those of the parameters.
+    pub(super) fn check(shards: &Shards, saved: &PieceIndex<'_>) -> Result<(), WeightError> {
+        shards.check(FIRST, saved)?;
+        shards.check(SECOND, saved)
     }
 
-    /// Reads moments as exported, for [`AdamW::restore`].
-    pub(super) fn read(shards: &Shards, tensors: &[WeightTensor]) -> Result<Moments, WeightError> {
-        let first = shards.read("exp_avg.", tensors)?;
-        let second = shards.read("exp_avg_sq.", tensors)?;
-        Ok(Moments(first.into_iter().zip(second).collect()))
-    }
-
-    /// Continues with these moments after `updates` updates.
-    pub(super) fn restore(&mut self, moments: Moments, updates: u64) {
-        for (slot, (first, second)) in self.slots.iter_mut().zip(moments.0) {
-            slot.first = first;
-            slot.second = second;
-        }
+    /// Continues with saved moments that fit, after `updates` updates.
+    pub(super) fn restore(&mut self, shards: &Shards, saved: &PieceIndex<'_>, updates: u64) {
+        let [first, second] = self.columns();
+        shards.fill(FIRST, saved, &first);
+        shards.fill(SECOND, saved, &second);
         self.updates = updates;
     }
 }
-
-/// First and second moment of every parameter.
-pub(super) struct Moments(Vec<(Tensor, Tensor)>);
 
 #[cfg(test)]
 mod tests {
@@ -254,16 +248,16 @@ mod tests {
             &Gradients::of(vec![Tensor::ones([2, 2], (Kind::Float, Device::Cpu))]),
             0.1,
         );
-        let mut saved = from.export(&w).unwrap();
+        let saved = from.snapshot(&w);
         let mut to = AdamW::new(AdamWConfig::default(), &w);
-        let whole = saved.clone();
-        saved.pop();
-        let error = AdamW::read(&w, &saved).err().unwrap();
+        let part = PieceIndex::new(&saved[..1]).unwrap();
+        let error = AdamW::check(&w, &part).err().unwrap();
         assert!(error.to_string().contains("exp_avg_sq.w"), "{error}");
-        let moments = AdamW::read(&w, &whole).unwrap();
-        to.restore(moments, 1);
+        let whole = PieceIndex::new(&saved).unwrap();
+        AdamW::check(&w, &whole).unwrap();
+        to.restore(&w, &whole, 1);
         assert_eq!(to.updates(), 1);
-        let bytes = |o: &AdamW| -> Vec<_> { o.export(&w).unwrap().into_iter().map(|t| t.data).collect() };
+        let bytes = |o: &AdamW| -> Vec<_> { o.snapshot(&w).into_iter().map(|t| t.data).collect() };
         assert_eq!(bytes(&to), bytes(&from));
     }
 }

@@ -28,7 +28,8 @@ use super::{
 };
 use crate::{
     base::{WeightError, WeightTensor},
-    model::net::{tensor_from_weight, weight_from_tensor, Policy},
+    model::net::{weight_from_tensor, Policy},
+    train::checkpoint::{PieceIndex, TensorPiece},
 };
 use std::{
     cell::{Cell, RefCell},
@@ -36,7 +37,10 @@ use std::{
     ops::Range,
     sync::Arc,
 };
-use tch::{no_grad, Tensor};
+use tch::{no_grad, Kind, Tensor};
+
+/// Bytes that are copied at a time from a saved state.
+const COPY_BYTES: usize = 4 << 20;
 
 /// Bytes of this rank's part of a network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -439,42 +443,76 @@ impl Shards {
         Ok(padded.narrow(1, 0, piece.numel()).reshape(&piece.full[..]))
     }
 
-    /// This rank's shares of saved tensors, which must be whole and fit; nothing changes.
-    pub(super) fn read(&self, prefix: &str, tensors: &[WeightTensor]) -> Result<Vec<Tensor>, WeightError> {
-        let by_name: HashMap<&str, &WeightTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
-        for name in by_name.keys().filter_map(|name| name.strip_prefix(prefix)) {
-            if !self.by_name.contains_key(name) {
-                return Err(WeightError::Tensor {
-                    name: format!("{prefix}{name}"),
-                    problem: "the policy has no such tensor".into(),
-                });
-            }
-        }
-        let read = |piece: &Piece| {
-            let name = format!("{prefix}{}", piece.name);
-            let Some(saved) = by_name.get(name.as_str()) else {
-                return Err(WeightError::Tensor {
-                    name,
-                    problem: "the saved state does not have it".into(),
-                });
-            };
-            let whole = tensor_from_weight(saved, &piece.full, piece.share.device())?;
-            let whole = whole.to_kind(piece.share.kind());
-            Ok(match &self.mesh {
-                None => whole,
-                Some(mesh) => own_share(&whole, &piece.shape, piece.is_expert, mesh),
+    /// Copies of what this rank owns of tensors that are shared as the parameters are, in host memory, under
+    /// `prefix` and the name. The other ranks have the rest; a share of nothing is left out.
+    pub(super) fn snapshot(&self, prefix: &str, shares: &[Tensor]) -> Vec<TensorPiece> {
+        let one = |(piece, share): (&Piece, &Tensor)| {
+            let own = self.own_range(piece);
+            let count = own.len() as i64;
+            let numbers = share.reshape([-1]).narrow(0, 0, count);
+            (count > 0).then(|| TensorPiece {
+                name: format!("{prefix}{}", piece.name),
+                shape: piece.full.iter().map(|n| *n as usize).collect(),
+                offset: own.start,
+                data: weight_from_tensor(&piece.name, &numbers).data,
             })
         };
-        self.pieces.iter().map(read).collect()
+        self.pieces.iter().zip(shares).filter_map(one).collect()
     }
 
-    /// Sets the parameters to shares that [`Shards::read`] gave.
-    pub(super) fn set_parameters(&self, shares: &[Tensor]) {
-        no_grad(|| {
-            for (piece, value) in self.pieces.iter().zip(shares) {
-                piece.share.shallow_clone().copy_(value);
+    /// Places of the numbers that this rank owns in the whole tensor.
+    fn own_range(&self, piece: &Piece) -> Range<usize> {
+        match &self.mesh {
+            None => 0..piece.numel() as usize,
+            Some(mesh) => own_range(&piece.shape, piece.is_expert, mesh),
+        }
+    }
+
+    /// Whether saved tensors are those of the parameters, by name and shape.
+    pub(super) fn check(&self, prefix: &str, saved: &PieceIndex<'_>) -> Result<(), WeightError> {
+        let refuse = |name: &str, problem: String| {
+            Err(WeightError::Tensor {
+                name: format!("{prefix}{name}"),
+                problem,
+            })
+        };
+        for name in saved.names().filter_map(|name| name.strip_prefix(prefix)) {
+            if !self.by_name.contains_key(name) {
+                return refuse(name, "the policy has no such tensor".into());
             }
-        });
+        }
+        for piece in &self.pieces {
+            let Some(shape) = saved.shape(&format!("{prefix}{}", piece.name)) else {
+                return refuse(&piece.name, "the saved state does not have it".into());
+            };
+            if !shape.iter().map(|n| *n as i64).eq(piece.full.iter().copied()) {
+                let problem = format!("shape {shape:?} was saved, shape {:?} is wanted", piece.full);
+                return refuse(&piece.name, problem);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives this rank's shares the numbers of saved tensors that [`Shards::check`] found to fit. They are copied
+    /// from where they lie in pieces of [`COPY_BYTES`]; padding behind a share's last number stays zero.
+    pub(super) fn fill(&self, prefix: &str, saved: &PieceIndex<'_>, shares: &[Tensor]) {
+        for (piece, share) in self.pieces.iter().zip(shares) {
+            let flat = share.detach().view([-1]);
+            let name = format!("{prefix}{}", piece.name);
+            let runs = saved.bytes(&name, self.own_range(piece));
+            let mut at = 0;
+            for bytes in runs.flat_map(|run| run.chunks(COPY_BYTES)) {
+                let count = (bytes.len() / size_of::<f32>()) as i64;
+                let numbers = Tensor::from_data_size(bytes, &[count], Kind::Float);
+                no_grad(|| flat.narrow(0, at, count).copy_(&numbers));
+                at += count;
+            }
+        }
+    }
+
+    /// Sets the parameters to saved ones that fit.
+    pub(super) fn set_parameters(&self, saved: &PieceIndex<'_>) {
+        self.fill("", saved, &self.shares());
         if self.mesh.is_some() {
             (0..self.units.len()).for_each(|unit| self.release(unit));
         }
@@ -547,22 +585,27 @@ impl Mesh {
     }
 }
 
+/// Places of the numbers that this rank owns in a whole tensor; `shape` is that of the part that is gathered.
+/// They are one run: experts are cut along the first axis.
+fn own_range(shape: &[i64], is_expert: bool, mesh: &Mesh) -> Range<usize> {
+    let part = shape.iter().product::<i64>() as usize;
+    let group = group(mesh, is_expert);
+    let first = if is_expert { mesh.experts.index() * part } else { 0 };
+    let share = part.div_ceil(group.ranks());
+    let start = (group.index() * share).min(part);
+    first + start..first + (start + share).min(part)
+}
+
 /// This rank's share of a whole tensor; `shape` is that of the part that is gathered.
 fn own_share(whole: &Tensor, shape: &[i64], is_expert: bool, mesh: &Mesh) -> Tensor {
-    let part = if is_expert {
-        whole.narrow(0, mesh.experts.index() as i64 * shape[0], shape[0])
-    } else {
-        whole.shallow_clone()
-    };
-    let group = group(mesh, is_expert);
-    let (ranks, place) = (group.ranks() as i64, group.index() as i64);
-    let flat = part.reshape([-1]);
-    let share = (flat.numel() as i64 + ranks - 1) / ranks;
-    let start = (place * share).min(flat.numel() as i64);
-    let count = share.min(flat.numel() as i64 - start);
+    let own = own_range(shape, is_expert, mesh);
+    let part = shape.iter().product::<i64>() as usize;
+    let share = part.div_ceil(group(mesh, is_expert).ranks());
     // A copy of its own, or the whole tensor would stay in memory.
-    flat.narrow(0, start, count)
-        .constant_pad_nd([0, share - count])
+    whole
+        .reshape([-1])
+        .narrow(0, own.start as i64, own.len() as i64)
+        .constant_pad_nd([0, (share - own.len()) as i64])
         .copy()
 }
 

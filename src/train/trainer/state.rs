@@ -2,17 +2,18 @@
 
 use super::{critic::Critic, optimizer::AdamW, TrainError, Trainer};
 use crate::{
-    base::{PolicyVersion, WeightTensor},
-    train::checkpoint::{CriticState, TrainerProgress},
+    base::PolicyVersion,
+    train::checkpoint::{CriticState, PieceIndex, TensorPiece, TrainerProgress},
 };
 
-/// Copies of everything that the next step depends on.
+/// Copies of everything that the next step depends on, as far as this rank owns it. What all ranks have makes
+/// whole tensors.
 #[derive(Clone, Debug)]
 pub struct TrainerSnapshot {
-    /// f32 master weights in checkpoint order.
-    pub actor: Vec<WeightTensor>,
+    /// Master weights in checkpoint order.
+    pub actor: Vec<TensorPiece>,
     /// Optimizer moments.
-    pub optimizer: Vec<WeightTensor>,
+    pub optimizer: Vec<TensorPiece>,
     /// Weights and moments of the critic, where there is one.
     pub critic: Option<CriticState>,
     /// Counters.
@@ -22,16 +23,19 @@ pub struct TrainerSnapshot {
 }
 
 impl Trainer {
-    /// Copies the state, whole: over several ranks each gathers it, so that it can be read by any number of
-    /// ranks. Takes as long as copying the weights three times; the caller may then write it at leisure.
+    /// Copies this rank's part of the state to host memory; nothing is exchanged with other ranks. Takes as long
+    /// as copying its shares three times; the caller may then write it at leisure.
     ///
     /// # Errors
-    /// Only over several ranks: one did not come.
+    /// Only over several ranks: an exchange failed earlier, and the weights may be of no use.
     pub fn save_state(&self) -> Result<TrainerSnapshot, TrainError> {
+        if let Some(mesh) = &self.mesh {
+            mesh.check()?;
+        }
         Ok(TrainerSnapshot {
-            actor: self.shards.export_parameters()?,
-            optimizer: self.optimizer.export(&self.shards)?,
-            critic: self.critic.as_ref().map(Critic::export).transpose()?,
+            actor: self.shards.snapshot("", &self.shards.shares()),
+            optimizer: self.optimizer.snapshot(&self.shards),
+            critic: self.critic.as_ref().map(Critic::snapshot),
             progress: TrainerProgress {
                 optimizer_updates: self.optimizer.updates(),
                 skipped_updates: self.skipped_updates,
@@ -44,38 +48,39 @@ impl Trainer {
         })
     }
 
+    /// True when the state has a critic.
+    pub fn has_critic(&self) -> bool {
+        self.critic.is_some()
+    }
+
     /// What the other ranks do while one calls [`Trainer::export_weights`]; they keep nothing.
     pub fn assist_export(&self) -> Result<(), TrainError> {
         self.shards.assist_export(&self.shards.shares())
     }
 
-    /// What the other ranks do while one calls [`Trainer::save_state`]; they keep nothing.
-    pub fn assist_save(&self) -> Result<(), TrainError> {
-        self.assist_export()?;
-        self.optimizer.assist_export(&self.shards)?;
-        self.critic.as_ref().map_or(Ok(()), Critic::assist_export)
-    }
-
-    /// Continues from a saved state, whatever number of ranks made it: on the same number the next step gives bit for bit what it would have given then.
-    /// Nothing changes unless all tensors fit. The critic of a trainer that has none is passed over.
+    /// Continues from a saved state: the pieces of all ranks that saved it, whatever their number. On the same
+    /// number the next step gives bit for bit what it would have given then. Nothing changes unless all tensors
+    /// fit. The critic of a trainer that has none is passed over.
     pub fn load_state(
         &mut self,
-        actor: &[WeightTensor],
-        optimizer: &[WeightTensor],
+        actor: &[TensorPiece],
+        optimizer: &[TensorPiece],
         critic: Option<&CriticState>,
         progress: TrainerProgress,
         version: PolicyVersion,
     ) -> Result<(), TrainError> {
         let saved_critic = match (&self.critic, critic) {
-            (Some(ours), Some(saved)) => Some(ours.read(saved)?),
+            (Some(ours), Some(saved)) => Some(ours.check(saved)?),
             (Some(_), None) => return Err(TrainError::NoSavedCritic),
             (None, _) => None,
         };
-        let moments = AdamW::read(&self.shards, optimizer)?;
-        let weights = self.shards.read("", actor)?;
+        let moments = PieceIndex::new(optimizer)?;
+        AdamW::check(&self.shards, &moments)?;
+        let weights = PieceIndex::new(actor)?;
+        self.shards.check("", &weights)?;
         self.shards.set_parameters(&weights);
         if let (Some(ours), Some(saved)) = (&mut self.critic, saved_critic) {
-            ours.restore(saved, progress.critic_updates);
+            ours.restore(&saved, progress.critic_updates);
         }
         self.critic_skipped_updates = progress.critic_skipped_updates;
         // A fixed factor is the setting's, also when it was changed between attempts.
@@ -86,7 +91,8 @@ impl Trainer {
         if let Some(coefficient) = progress.kl_coefficient.filter(|_| adapts) {
             self.kl_coefficient = coefficient;
         }
-        self.optimizer.restore(moments, progress.optimizer_updates);
+        self.optimizer
+            .restore(&self.shards, &moments, progress.optimizer_updates);
         self.skipped_updates = progress.skipped_updates;
         self.lr = progress.lr;
         self.version = version;

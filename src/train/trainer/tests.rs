@@ -1,6 +1,8 @@
 mod families;
 #[cfg(feature = "mpi")]
 mod ranks;
+#[cfg(feature = "mpi")]
+mod saved;
 
 use super::*;
 use crate::{
@@ -15,6 +17,7 @@ use crate::{
             TrajectoryFilter,
         },
         batch::TrainGroup,
+        checkpoint::TensorPiece,
     },
 };
 use rand::{Rng, SeedableRng};
@@ -804,46 +807,62 @@ fn bad_data_is_refused_by_name_and_changes_nothing() {
 /// Through the disk: what a checkpoint holds is a model folder twice over, and continues the run.
 #[test]
 fn a_checkpoint_on_disk_loads_as_a_policy_and_resumes() {
-    use crate::train::checkpoint::{CheckpointContent, CheckpointStore, ModelFiles, RunState};
+    use crate::{
+        model::hf::{LayoutSource, LayoutTensor, StoredDType},
+        train::checkpoint::{
+            CheckpointHead, CheckpointStore, ExportLayout, ModelFiles, RunState, SavedTensors,
+        },
+    };
     let root = tempfile::tempdir().unwrap();
     let mut trainer = Trainer::new(config(), model(1, 0.2, true), None).unwrap();
     trainer.step(&batch(80, 2)).unwrap();
     let saved = trainer.save_state().unwrap();
     let store = CheckpointStore::open(root.path()).unwrap();
-    let written = store
-        .write(&CheckpointContent {
-            export: saved.actor.clone(),
-            actor: saved.actor.clone(),
-            optimizer: saved.optimizer.clone(),
-            critic: None,
-            state: RunState {
-                global_step: 1,
-                weight_version: saved.version,
-                trainer: saved.progress,
-                buffer: serde_json::Value::Null,
-                config_fingerprint: String::new(),
-            },
-            model_files: ModelFiles {
-                config: serde_json::to_vec(&trainer.policy.config.to_value())
-                    .unwrap()
-                    .into(),
-                others: Vec::new(),
-            },
-        })
-        .unwrap();
-    let bytes = |tensors: &[crate::base::WeightTensor]| -> Vec<_> {
-        tensors.iter().map(|t| (t.name.clone(), t.data.clone())).collect()
+    let as_it_is = |piece: &TensorPiece| LayoutTensor {
+        name: piece.name.clone(),
+        dtype: StoredDType::F32,
+        shape: piece.shape.clone(),
+        source: LayoutSource::Network {
+            tensor: piece.name.clone(),
+            start: 0,
+        },
+    };
+    let head = CheckpointHead {
+        export: Arc::new(ExportLayout::new(saved.actor.iter().map(as_it_is).collect())),
+        state: RunState {
+            global_step: 1,
+            weight_version: saved.version,
+            trainer: saved.progress,
+            buffer: serde_json::Value::Null,
+            config_fingerprint: String::new(),
+        },
+        model_files: ModelFiles {
+            config: serde_json::to_vec(&trainer.policy.config.to_value())
+                .unwrap()
+                .into(),
+            others: Vec::new(),
+        },
+    };
+    let tensors = SavedTensors {
+        actor: saved.actor.clone(),
+        optimizer: saved.optimizer.clone(),
+        critic: None,
+    };
+    let written = store.write(&tensors, &head).unwrap();
+    let bytes = |pieces: &[TensorPiece]| -> Vec<_> {
+        pieces.iter().map(|t| (t.name.clone(), t.data.clone())).collect()
     };
     for folder in ["actor", "huggingface"] {
         let loaded = Policy::load(&written.path.join(folder), Device::Cpu).unwrap();
-        assert_eq!(bytes(&loaded.export()), bytes(&saved.actor), "{folder}");
+        let loaded: Vec<_> = loaded.export().into_iter().map(|t| (t.name, t.data)).collect();
+        assert_eq!(loaded, bytes(&saved.actor), "{folder}");
     }
     let read = store.load(&written).unwrap();
     let mut resumed = Trainer::new(config(), model(2, 0.2, true), None).unwrap();
     resumed
         .load_state(
-            &read.actor,
-            &read.optimizer,
+            &read.tensors.actor,
+            &read.tensors.optimizer,
             None,
             read.state.trainer,
             read.state.weight_version,

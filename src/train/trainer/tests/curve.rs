@@ -222,35 +222,40 @@ fn transformers_loads_what_was_trained() {
             Ok(weights.iter().find(|w| w.name == spec.name).unwrap().clone())
         })
         .unwrap();
-        let ids: Vec<i64> = (0..90).map(|i| (i * i * 5 + i) % 80).collect();
-        let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
-        let arguments = [
-            "logits".as_ref(),
-            arithmetic(trainer.policy()).as_ref(),
-            folder.as_os_str(),
-            text.as_ref(),
-            out.as_os_str(),
-        ];
-        if reference(&arguments).is_none() {
+        if logits_agree(name, &folder, trainer.policy(), &out).is_none() {
             return;
         }
-        let want = stored_numbers(&out, "logits");
-        let got = no_grad(|| {
-            let layout = PackedLayout::single(ids.len(), Device::Cpu);
-            let hidden = trainer
-                .policy()
-                .forward_hidden(&Tensor::from_slice(&ids), &layout);
-            block_loop::to_vec(&trainer.policy().logits(&hidden))
-        });
-        assert_eq!(got.len(), want.len());
-        let gaps = got.iter().zip(&want).map(|(a, b)| (a - b).abs());
-        let mean = want.iter().sum::<f64>() / want.len() as f64;
-        let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f64>() / want.len() as f64;
-        let gap = gaps.fold(0.0, f64::max) / variance.sqrt();
-        println!("{name}: logits differ by {gap:.1e} of their standard deviation at most");
-        let wide = trainer.policy().compute_kind() == Kind::Double;
-        assert!(gap < if wide { 1e-10 } else { 1e-4 }, "{name}: {gap}");
     }
+}
+
+/// Whether transformers loads a folder strictly and computes the logits of `policy`; `None` where this machine has
+/// no reference.
+pub(super) fn logits_agree(name: &str, folder: &Path, policy: &Policy, out: &Path) -> Option<()> {
+    let ids: Vec<i64> = (0..90).map(|i| (i * i * 5 + i) % 80).collect();
+    let text = ids.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
+    let arguments = [
+        "logits".as_ref(),
+        arithmetic(policy).as_ref(),
+        folder.as_os_str(),
+        text.as_ref(),
+        out.as_os_str(),
+    ];
+    reference(&arguments)?;
+    let want = stored_numbers(out, "logits");
+    let got = no_grad(|| {
+        let layout = PackedLayout::single(ids.len(), Device::Cpu);
+        let hidden = policy.forward_hidden(&Tensor::from_slice(&ids), &layout);
+        block_loop::to_vec(&policy.logits(&hidden))
+    });
+    assert_eq!(got.len(), want.len());
+    let gaps = got.iter().zip(&want).map(|(a, b)| (a - b).abs());
+    let mean = want.iter().sum::<f64>() / want.len() as f64;
+    let variance = want.iter().map(|w| (w - mean).powi(2)).sum::<f64>() / want.len() as f64;
+    let gap = gaps.fold(0.0, f64::max) / variance.sqrt();
+    println!("{name}: logits differ by {gap:.1e} of their standard deviation at most");
+    let wide = policy.compute_kind() == Kind::Double;
+    assert!(gap < if wide { 1e-10 } else { 1e-4 }, "{name}: {gap}");
+    Some(())
 }
 
 /// Numbers of a tensor of a safetensors file, f32 or f64.
