@@ -462,6 +462,8 @@ def main():
             work = pathlib.Path(work)
             try:
                 gaps, wide = run(case, options.program, work)
+            except KeyboardInterrupt:
+                break
             except Exception as problem:
                 failed.append(case["seed"])
                 kind = "" if isinstance(problem, Failure) else f"{type(problem).__name__}: "
