@@ -172,17 +172,25 @@ fn the_demo_learns_with_ppo_and_with_gspo() {
         experiment.finish(Duration::from_secs(1800));
         check_learning(&experiment, name);
         check_correlation(&experiment, name);
-        let rows = experiment.metrics().into_values();
-        let last = rows.rev().find(|row| row.contains_key(REWARD)).unwrap();
+        let rows = experiment.metrics().into_values().rev();
+        let rows: Vec<_> = rows.filter(|row| row.contains_key(REWARD)).take(5).collect();
         if name == "ppo" {
-            let (value, target) = (last["critic/values/mean"], last["critic/returns/mean"]);
+            // The critic follows a reward that rises, with AdamW's swing, hence five steps. How much of the
+            // variance it explains is not asserted: trials of the demo succeed or fail by words that tell little,
+            // and in twenty updates a head of zeros has just reached the mean.
+            let mean = |key: &str| rows.iter().map(|row| row[key]).sum::<f64>() / rows.len() as f64;
+            let (value, target) = (mean("critic/values/mean"), mean("critic/returns/mean"));
+            let explained: Vec<_> = rows
+                .iter()
+                .filter_map(|row| row.get("critic/vf_explained_var"))
+                .collect();
             eprintln!(
-                "{name}: critic predicts {value:.3} on average and should {target:.3}; explained variance {:?}",
-                last.get("critic/vf_explained_var")
+                "{name}: over the last five steps the critic predicts {value:.3} on average and should {target:.3}; \
+                 explained variance, last step first {explained:.3?}"
             );
             assert!((value - target).abs() < 0.2, "{value} {target}");
         } else {
-            assert_eq!(last["actor/updates"], 2.0);
+            assert_eq!(rows[0]["actor/updates"], 2.0);
         }
     }
 }
