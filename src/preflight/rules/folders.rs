@@ -33,7 +33,7 @@ fn is_of_the_system(path: &Path) -> bool {
     let below = |folder: &&str| path.starts_with(folder) && !path.starts_with(IN_MEMORY);
     SHARED.iter().any(|folder| path == Path::new(folder))
         || path == Path::new(IN_MEMORY)
-        || KERNEL.iter().any(|folder| below(folder))
+        || KERNEL.iter().any(below)
 }
 
 fn check(_: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
