@@ -225,7 +225,7 @@ fn info(folder: &Path) -> anyhow::Result<String> {
 #[cfg(feature = "torch")]
 pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
     use crate::model::net::{self, Policy};
-    check_folder(&args.output)?;
+    let draft = OutputDraft::new(args)?;
     let rows = read_ids(&args.ids)?;
     let wanted = match args.device {
         DeviceArg::Cpu => net::DeviceChoice::Cpu,
@@ -245,7 +245,8 @@ pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
     if args.greedy > 0 {
         tensors.push(greedy(&policy, &rows, args)?);
     }
-    write_tensors(&args.output, &tensors)?;
+    write_tensors(&draft.path, &tensors)?;
+    draft.publish(&args.output)?;
     for tensor in &tensors {
         super::print(&format!("{} {:?}\n", tensor.name, tensor.shape));
     }
@@ -369,17 +370,65 @@ fn first_names(mut names: Vec<&str>) -> String {
     }
 }
 
-/// The folder of a file to write must be there, before anything is computed.
+/// The output while it is computed: a file beside it, which goes away unless it is published.
 #[cfg(feature = "torch")]
-fn check_folder(output: &Path) -> anyhow::Result<()> {
-    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
-    match folder {
-        Some(folder) if !folder.is_dir() => anyhow::bail!(
-            "--output {}: there is no folder `{}`; make it first",
-            output.display(),
-            folder.display()
-        ),
-        _ => Ok(()),
+struct OutputDraft {
+    path: PathBuf,
+}
+
+#[cfg(feature = "torch")]
+impl OutputDraft {
+    /// Whatever stands against writing the output is found before anything is computed.
+    fn new(args: &ModelRunArgs) -> anyhow::Result<Self> {
+        let output = &args.output;
+        let folder = match output.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        let bad = |problem: String| anyhow::anyhow!("--output {}: {problem}", output.display());
+        let Some(name) = output.file_name() else {
+            return Err(bad("it names no file".into()));
+        };
+        let Ok(real) = folder.canonicalize() else {
+            return Err(bad(format!(
+                "there is no folder `{}`; make it first",
+                folder.display()
+            )));
+        };
+        if output.is_dir() {
+            return Err(bad("it is a folder; name a file in it".into()));
+        }
+        if output.exists() && !output.is_file() {
+            return Err(bad("it is no regular file, and would be replaced by one".into()));
+        }
+        if output
+            .canonicalize()
+            .is_ok_and(|path| args.ids.canonicalize().is_ok_and(|ids| ids == path))
+        {
+            return Err(bad(
+                "it is the file of --ids, which would be lost; name another".into()
+            ));
+        }
+        if args.folder.canonicalize().is_ok_and(|model| model == real) {
+            return Err(bad(
+                "in the model's own folder it would be taken for weights; name another".into(),
+            ));
+        }
+        let path = folder.join(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
+        std::fs::File::create(&path).map_err(|error| bad(error.to_string()))?;
+        Ok(Self { path })
+    }
+
+    fn publish(self, output: &Path) -> anyhow::Result<()> {
+        std::fs::rename(&self.path, output).with_context(|| format!("--output {}", output.display()))
+    }
+}
+
+#[cfg(feature = "torch")]
+impl Drop for OutputDraft {
+    fn drop(&mut self) {
+        // Gone already where it was published.
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
@@ -388,7 +437,7 @@ fn check_folder(output: &Path) -> anyhow::Result<()> {
 fn read_ids(path: &Path) -> anyhow::Result<Vec<Vec<i64>>> {
     use safetensors::{Dtype, SafeTensors};
     let context = || format!("{}", path.display());
-    let bytes = std::fs::read(path).with_context(context)?;
+    let bytes = crate::base::files::read(path).with_context(context)?;
     let file = SafeTensors::deserialize(&bytes).with_context(context)?;
     let found = file.tensor("input_ids");
     let view = found.map_err(|_| {
@@ -524,14 +573,87 @@ mod tests {
         assert!(error.contains("no tensor `input_ids`"), "{error}");
         let nowhere = ModelRunArgs {
             output: dir.path().join("none/out.safetensors"),
-            ..args
+            ..args.clone()
         };
         let error = run_network(&nowhere).unwrap_err().to_string();
         assert!(error.contains("no folder") && error.contains("/none`"), "{error}");
+        let refused = |output: &Path, problem: &str| {
+            let wrong = ModelRunArgs {
+                output: output.to_path_buf(),
+                ..args.clone()
+            };
+            let error = run_network(&wrong).unwrap_err().to_string();
+            assert!(error.contains(problem), "{error}");
+        };
+        refused(dir.path(), "it is a folder");
+        refused(Path::new("/dev/null"), "no regular file");
+        refused(&args.ids, "file of --ids");
+        refused(&args.folder.join("new.safetensors"), "taken for weights");
         assert_eq!(first_names(vec!["b", "a"]), "a, b");
         assert_eq!(
             first_names(vec!["g", "f", "e", "d", "c", "b", "a"]),
             "a, b, c, d, e and 2 more"
+        );
+    }
+
+    /// Ids that cannot be computed, and weights that are no numbers: one error, and no output.
+    #[cfg(feature = "torch")]
+    #[test]
+    fn run_refuses_what_it_cannot_compute_and_leaves_nothing() {
+        use safetensors::{tensor::TensorView, Dtype};
+        let dir = tempfile::tempdir().unwrap();
+        let args = ModelRunArgs {
+            folder: fixture("qwen3"),
+            ids: dir.path().join("ids.safetensors"),
+            output: dir.path().join("out.safetensors"),
+            greedy: 0,
+            device: DeviceArg::Cpu,
+            dtype: DtypeArg::F32,
+            threads: 1,
+        };
+        let error_of = |args: &ModelRunArgs| {
+            let error = crate::base::error_chain(&*run_network(args).unwrap_err());
+            let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+            assert_eq!(left.len(), 1, "{left:?}");
+            error
+        };
+        let write = |dtype: Dtype, shape: &[usize], data: &[u8]| {
+            let view = TensorView::new(dtype, shape.to_vec(), data).unwrap();
+            safetensors::serialize_to_file([("input_ids", view)], None, &args.ids).unwrap();
+        };
+        let long = |ids: &[i64]| -> Vec<u8> { ids.iter().flat_map(|id| id.to_le_bytes()).collect() };
+        write(Dtype::F32, &[2], &[0; 8]);
+        assert!(error_of(&args).contains("`input_ids` is F32"));
+        write(Dtype::I64, &[1, 1, 2], &long(&[1, 2]));
+        assert!(error_of(&args).contains("shape [1, 1, 2]"));
+        write(Dtype::I64, &[1, 0], &[]);
+        assert!(error_of(&args).contains("shape [1, 0]"));
+        for id in [128, -1] {
+            write(Dtype::I64, &[2], &long(&[3, id]));
+            let error = error_of(&args);
+            assert!(
+                error.contains(&format!("token {id} is outside the vocabulary of 128")),
+                "{error}"
+            );
+        }
+        std::fs::write(&args.ids, "no tensors").unwrap();
+        assert!(error_of(&args).contains("ids.safetensors"));
+        write(Dtype::I64, &[2], &long(&[3, 4]));
+        let broken = tempfile::tempdir().unwrap();
+        let source = args.folder.join("config.json");
+        std::fs::copy(source, broken.path().join("config.json")).unwrap();
+        let mut data = std::fs::read(args.folder.join("model.safetensors")).unwrap();
+        let last = data.len() - 4;
+        data[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+        std::fs::write(broken.path().join("model.safetensors"), data).unwrap();
+        let with_nan = ModelRunArgs {
+            folder: broken.path().to_path_buf(),
+            ..args.clone()
+        };
+        let error = error_of(&with_nan);
+        assert!(
+            error.contains("tensor `model.") && error.contains("is NaN or infinite"),
+            "{error}"
         );
     }
 }

@@ -87,7 +87,7 @@ impl ModelShape {
     /// Reads `config.json` of a model folder. The error names file and key.
     pub fn from_dir(dir: &Path) -> Result<Self, String> {
         let path = dir.join("config.json");
-        let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let text = crate::base::files::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         let value: Value =
             serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", path.display()))?;
         Self::from_value(&value).map_err(|problem| format!("{}: {problem}", path.display()))

@@ -2,6 +2,7 @@
 
 mod agents;
 mod demo;
+mod families;
 mod kills;
 mod layers;
 #[cfg(feature = "mpi")]

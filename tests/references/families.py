@@ -8,9 +8,10 @@ strictly and is the reference. Compared are logits, log-probabilities, hidden st
 greedy decoding, each as the largest difference over the reference's standard deviation; then the folder that
 `model export` wrote must hold the same files and load strictly with the same logits.
 
-Bounds: 1e-4 of the standard deviation, for families with a delta net 2e-4. Their norm behind the delta rule may
-multiply what either side rounded; so for them a case that leaves the bound is judged by the same network with
-transformers' f32 parts in f64, which our numbers must meet within the bound.
+Bounds: 1e-4 of the standard deviation, for families with a delta net 2e-4. Large random weights multiply what either
+side rounded; so a case that leaves the bound is judged by the same network with transformers' f32 parts in f64. Families
+with a delta net must meet that within the bound; the others, which we compute in f32 too, within twice the distance of
+transformers' own f32.
 
 A routing or a greedy token that differs is a difference only where the reference prefers its own by more than the
 bound. Prints the worst gaps by family; the exit status is 1 when a case fails.
@@ -307,8 +308,8 @@ class Wide:
 
 
 @contextlib.contextmanager
-def in_double(model):
-    """transformers with its f32 parts in f64."""
+def in_double(model, wide_angles):
+    """transformers with its f32 parts in f64, on request also the rotary frequencies."""
     modules = [sys.modules[type(model).__module__], transformers.modeling_rope_utils]
     narrow, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
     for module in modules:
@@ -316,7 +317,7 @@ def in_double(model):
     try:
         model.double()
         for part in model.modules():
-            if hasattr(part, "rope_type"):
+            if wide_angles and hasattr(part, "compute_default_rope_parameters"):
                 kinds = dict(transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS,
                              default=part.compute_default_rope_parameters)
                 part.inv_freq = kinds[part.rope_type](part.config)[0]
@@ -422,14 +423,14 @@ def run(case, program, work):
     bound = 2e-4 if case["family"] in HYBRID else 1e-4
     gaps = compare(ours, reference, model, case["rows"])
     wide = {}
-    if max(gaps.values()) > bound and case["family"] in HYBRID:
-        with in_double(model):
-            wide = compare(ours, compute(model, ids, greedy="greedy" in ours), model, case["rows"])
-        model = load(folder)
-        if max(wide.values()) > bound:
-            raise Failure(f"gaps {gaps}, in f64 {wide}")
-    elif max(gaps.values()) > bound:
-        raise Failure(f"gaps {gaps}")
+    if max(gaps.values()) > bound:
+        hybrid = case["family"] in HYBRID
+        with in_double(model, wide_angles=hybrid):
+            exact = compute(model, ids)
+            wide = compare(ours, exact, model, case["rows"])
+            own = compare(reference, exact, model, case["rows"])
+        if max(wide.values()) > (bound if hybrid else 2 * max(own.values())):
+            raise Failure(f"gaps {gaps}, to f64 {wide}; of transformers' f32 to f64 {own}")
     call(program, "model", "export", folder, exported)
     same_files(folder, exported)
     again = compute(load(exported), ids, greedy=False)
@@ -461,6 +462,8 @@ def main():
             work = pathlib.Path(work)
             try:
                 gaps, wide = run(case, options.program, work)
+            except KeyboardInterrupt:
+                break
             except Exception as problem:
                 failed.append(case["seed"])
                 kind = "" if isinstance(problem, Failure) else f"{type(problem).__name__}: "

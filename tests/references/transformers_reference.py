@@ -5,7 +5,7 @@
     transformers_reference.py train  f32|f64 FOLDER DATA.json OUT.json
 
 Arithmetic is f32, or f64 without exception: transformers itself turns norms, softmaxes, rotary angles and the delta
-rule into f32, so that here the name means f64. Parameters, gradients and moments of `train` are f32 in both.
+rule into f32, so that here the name means f64. Parameters, gradients and moments of `train` are the same.
 
 `logits` loads FOLDER strictly (nothing missing, nothing unexpected but draft layers) and writes the logits of one
 text, a comma-separated list of token ids, in the element type of the arithmetic.
@@ -27,14 +27,11 @@ import transformers
 torch.set_num_threads(1)
 
 
-SINGLE = torch.float32
-
-
 def load(folder, dtype):
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0])
     model, info = kind.from_pretrained(
-        folder, output_loading_info=True, dtype=SINGLE, attn_implementation="eager", experts_implementation="eager"
+        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     unexpected = [key for key in info["unexpected_keys"] if not key.startswith("mtp.")]
     assert not (unexpected or info["missing_keys"] or info["mismatched_keys"]), info
@@ -93,10 +90,8 @@ def train(dtype, folder, data, out):
     model = load(folder, dtype).train()
     reference = copy.deepcopy(model).eval()
     parameters = [p for name, p in model.named_parameters() if "visual" not in name]
-    # What the optimizer sees: f32, whatever the model computes in.
-    masters = [p.detach().to(SINGLE).requires_grad_() for p in parameters]
-    matrices = [p for p in masters if p.dim() >= 2]
-    vectors = [p for p in masters if p.dim() < 2]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
         lr=settings["lr"], betas=(0.9, 0.999), eps=1e-8,
@@ -111,7 +106,7 @@ def train(dtype, folder, data, out):
                 total += sequence["weight"]
     curves = {"loss": [], "entropy": [], "grad_norm": []}
     for _ in range(settings["steps"]):
-        model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss_sum = entropy_sum = 0.0
         for sequence, advantage, kept in members:
             share = sequence["weight"] / total
@@ -125,13 +120,8 @@ def train(dtype, folder, data, out):
             loss.backward()
             loss_sum += loss.item()
             entropy_sum += share * entropies.mean().item()
-        for master, parameter in zip(masters, parameters):
-            master.grad = parameter.grad.to(SINGLE)
-        norm = torch.nn.utils.clip_grad_norm_(masters, settings["max_grad_norm"])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, settings["max_grad_norm"])
         optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(masters, parameters):
-                parameter.copy_(master)
         for key, value in (("loss", loss_sum), ("entropy", entropy_sum), ("grad_norm", norm.item())):
             curves[key].append(value)
     with open(out, "w") as file:

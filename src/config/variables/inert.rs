@@ -24,7 +24,8 @@ const SAME_MODEL: &str = "Actor and reference use the same plan (MODEL_ENGINE)."
 const ALWAYS: &str = "It is always so.";
 const NEVER: &str = "It is never so.";
 const INTERFACE: &str = "MPI chooses the interface; steer it with the options of the MPI library.";
-const COLLECTIVES: &str = "Ranks talk through MPI; set NCCL's own variables in the job script.";
+const COLLECTIVES: &str =
+    "Ranks talk through MPI, and GPUs through NCCL; set their own variables in the job script.";
 const WORKERS: &str = "N_CONCURRENT bounds the trials in flight.";
 const IDENTITY: &str = "PROJECT_NAME and EXP_NAME name files and folders.";
 const IN_PROCESS: &str =
@@ -70,15 +71,17 @@ table! {
     CHUNKS => "ACTOR_VEOMNI_ENTROPY_FROM_LOGITS_WITH_CHUNKING" "ACTOR_VEOMNI_ENTROPY_CHECKPOINTING";
     REPLAY_KEY => "R3_FSDP_ROUTER_REPLAY_MODE" "R3_VEOMNI_ROUTER_REPLAY_MODE";
     ALWAYS => "USE_REMOVE_PADDING" "CALCULATE_LOG_PROBS" "RETURN_RAW_CHAT" "ENABLE_CHUNKED_PREFILL"
-        "SEQ_DIST_METRICS" "HARBOR_VERIFIER_ENABLED" "HARBOR_ENVIRONMENT_DELETE" "HARBOR_BLOCK_GIT_HISTORY_LEAK";
+        "SEQ_DIST_METRICS" "HARBOR_VERIFIER_ENABLED" "HARBOR_ENVIRONMENT_DELETE";
+    "A repository in a sandbox keeps the history that the task's Dockerfile gives it; cut it there." =>
+        "HARBOR_BLOCK_GIT_HISTORY_LEAK";
     NEVER => "HARBOR_AGENT_DISABLE_TOOL_CALLS" "HARBOR_AGENT_RECORD_TERMINAL_SESSION";
     "Nothing is cut: a request that does not fit into MAX_PROMPT + MAX_RESP is refused, and the agent may shorten it." => "DATA_TRUNCATION";
     "Columns of a task index have fixed names." => "PROMPT_KEY";
-    "The engine computes in the type that it loads the checkpoint in." => "ROLLOUT_DTYPE";
+    "MODEL_DTYPE says what trainer and engine compute in." => "ROLLOUT_DTYPE";
     "TRAINING_MODE and the node counts decide which nodes train." => "TRAINER_NNODES";
     "Validation shares the workers; N_CONCURRENT bounds them." => "VALIDATION_ROLLOUT_MIN_IDLE_WORKERS";
-    INTERFACE => "GLOO_SOCKET_IFNAME" "TP_SOCKET_IFNAME" "NCCL_SOCKET_IFNAME";
-    COLLECTIVES => "NCCL_DEBUG" "NCCL_TIMEOUT";
+    INTERFACE => "GLOO_SOCKET_IFNAME" "TP_SOCKET_IFNAME";
+    COLLECTIVES => "NCCL_DEBUG" "NCCL_TIMEOUT" "NCCL_SOCKET_IFNAME";
     WORKERS => "AGENT_NUM_WORKERS" "NUM_WORKERS";
     IDENTITY => "TRAIN_LOG" "EVAL_LOG" "INFER_LOG" "INFER_LOG_PREFIX" "HARBOR_EXP_NAME" "JOB_CFG";
     IN_PROCESS => "ROLLOUT_NAME" "ROLLOUT_MODE" "VLLM_USE_V1" "VLLM_LOG" "VLLM_LOGGING_LEVEL"

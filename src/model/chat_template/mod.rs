@@ -112,7 +112,7 @@ impl ChatTemplate {
     /// list of named ones of which `default` counts).
     pub fn from_dir(dir: &Path) -> Result<Self, TemplateError> {
         let config_path = dir.join("tokenizer_config.json");
-        let config: Value = match std::fs::read(&config_path) {
+        let config: Value = match crate::base::files::read(&config_path) {
             Ok(data) => serde_json::from_slice(&data).map_err(|error| TemplateError::Compile {
                 origin: config_path.display().to_string(),
                 problem: format!("not JSON: {error}"),
@@ -133,7 +133,7 @@ impl ChatTemplate {
             }
         }
         let path = dir.join("chat_template.jinja");
-        match std::fs::read_to_string(&path) {
+        match crate::base::files::read_text(&path) {
             Ok(source) => return Self::from_source(source, &path.display().to_string(), named_tokens),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(source) => return Err(TemplateError::Read { path, source }),

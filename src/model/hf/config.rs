@@ -5,6 +5,7 @@
 //! a folder read and saved again is complete for other programs.
 
 use super::{keys::Keys, rope::Rope, Checkpoint, ModelError};
+use crate::base::files;
 use serde_json::{json, Map, Value};
 use std::path::Path;
 
@@ -272,7 +273,7 @@ impl ModelConfig {
         }
         let mut config = Self::from_value(raw, &path)?;
         let generation = dir.join("generation_config.json");
-        if generation.is_file() {
+        if generation.exists() {
             let keys = Keys {
                 map: &read_object(&generation)?,
                 path: &generation,
@@ -401,6 +402,12 @@ fn read(
         ModelType::Qwen3Next | ModelType::Qwen3_5 | ModelType::Qwen3_5Moe => 256,
     };
     let head_dim = keys.size_or("head_dim", default_head_dim)?;
+    if head_dim == 0 {
+        let problem = format!(
+            "{num_attention_heads} heads share hidden_size = {hidden_size}, and head_dim is not given"
+        );
+        return Err(keys.bad("num_attention_heads", problem));
+    }
     let layers = super::layers::read(keys, model_type)?;
     let has_dense = layers.iter().any(|l| l.mlp == MlpKind::Dense);
     let mut eos_token_ids = keys.token_ids("eos_token_id")?;
@@ -445,7 +452,26 @@ fn read(
         );
         return Err(keys.bad("num_key_value_heads", problem));
     }
+    plausible(&config, keys)?;
     Ok(config)
+}
+
+/// Refuses sizes whose products no machine will ever hold, before anything is computed from them.
+fn plausible(config: &ModelConfig, keys: &Keys<'_>) -> Result<(), ModelError> {
+    const MAX_PARAMETERS: f64 = 1e15;
+    let mut all = 0.0;
+    for spec in config.tensor_table() {
+        let numel: f64 = spec.shape.iter().map(|n| *n as f64).product();
+        all += numel;
+        if all > MAX_PARAMETERS {
+            let problem = format!(
+                "tensor `{}` would be of shape {:?}: one of the sizes is wrong",
+                spec.name, spec.shape
+            );
+            return Err(keys.bad("hidden_size", problem));
+        }
+    }
+    Ok(())
 }
 
 /// Where the key is left out, the family's default; null stands for as many as query heads.
@@ -470,7 +496,7 @@ fn add_ids(ids: &mut Vec<u32>, more: Vec<u32>) {
 }
 
 fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
-    let text = std::fs::read(path).map_err(ModelError::io(path))?;
+    let text = files::read(path).map_err(ModelError::io(path))?;
     serde_json::from_slice(&text).map_err(|source| ModelError::Json {
         path: path.to_path_buf(),
         source,

@@ -12,7 +12,7 @@ use std::{
     collections::{HashMap, VecDeque},
     fs::File,
     io::{BufWriter, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// Endings of files that hold weights; a folder may keep the same weights in several formats, and copies
@@ -44,7 +44,8 @@ struct Origin {
 }
 
 /// Writes `out` as a copy of the model folder `source` in which the tensors of the network have the values
-/// that `values` gives, in f32 or bf16. `out` must not hold weights yet.
+/// that `values` gives, in f32 or bf16. `out` must not hold weights yet. Files appear there when all of them are
+/// written; after an error, `out` is as it was.
 pub fn export_folder(
     source: &Path,
     out: &Path,
@@ -53,8 +54,7 @@ pub fn export_folder(
     let config = ModelConfig::from_dir(source)?;
     let checkpoint = Checkpoint::open(source)?;
     checkpoint.check(&config)?;
-    std::fs::create_dir_all(out).map_err(ModelError::io(out))?;
-    refuse_old_weights(out)?;
+    let draft = Draft::new(out)?;
     let table = config.tensor_table();
     let origins = origins(&config, &checkpoint, &table);
     let mut report = ExportReport::default();
@@ -63,7 +63,7 @@ pub fn export_folder(
     for (path, map) in checkpoint.shards() {
         let entries = header::read(map, path)?;
         let Some(name) = path.file_name() else { continue };
-        let target = out.join(name);
+        let target = draft.dir.join(name);
         let file = File::create(&target).map_err(ModelError::io(&target))?;
         let mut file = BufWriter::with_capacity(1 << 20, file);
         let mut write = |bytes: &[u8]| -> Result<(), ModelError> {
@@ -96,11 +96,71 @@ pub fn export_folder(
             .map_err(|e| ModelError::io(&target)(e.into_error()))?;
         file.sync_all().map_err(ModelError::io(&target))?;
     }
-    copy_other_files(source, out)?;
-    File::open(out)
-        .and_then(|d| d.sync_all())
-        .map_err(ModelError::io(out))?;
+    copy_other_files(source, &draft.dir)?;
+    draft.publish(out)?;
     Ok(report)
+}
+
+/// The files of an export while they are written: a hidden folder in the one where they will lie. It goes away
+/// when it is dropped, with the folders that were made for it.
+struct Draft {
+    dir: PathBuf,
+    /// Outermost folder that was not there before.
+    made: Option<PathBuf>,
+}
+
+impl Draft {
+    fn new(out: &Path) -> Result<Self, ModelError> {
+        let missing = out
+            .ancestors()
+            .take_while(|path| path.symlink_metadata().is_err());
+        let mut draft = Self {
+            dir: out.join(format!(".export-{}", std::process::id())),
+            made: missing
+                .last()
+                .filter(|path| !path.as_os_str().is_empty())
+                .map(Path::to_path_buf),
+        };
+        if out.is_dir() {
+            if let Err(error) = refuse_old_weights(out) {
+                // Nothing was made.
+                draft.dir = PathBuf::new();
+                return Err(error);
+            }
+        }
+        std::fs::create_dir_all(&draft.dir).map_err(ModelError::io(out))?;
+        Ok(draft)
+    }
+
+    /// Moves all files to `out`, the weights last: a folder without them is none to any reader.
+    fn publish(mut self, out: &Path) -> Result<(), ModelError> {
+        let entries = std::fs::read_dir(&self.dir).map_err(ModelError::io(&self.dir))?;
+        let mut paths = Vec::new();
+        for entry in entries {
+            paths.push(entry.map_err(ModelError::io(&self.dir))?.path());
+        }
+        paths.sort_by_key(|path| is_weight_file(path));
+        for path in paths {
+            let target = out.join(path.file_name().unwrap_or_default());
+            std::fs::rename(&path, &target).map_err(ModelError::io(&target))?;
+        }
+        self.made = None;
+        let synced = File::open(out).and_then(|dir| dir.sync_all());
+        synced.map_err(ModelError::io(out))
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if self.dir.as_os_str().is_empty() {
+            return;
+        }
+        // What cannot be removed is left; the error that led here says more.
+        let _ = std::fs::remove_dir_all(&self.dir);
+        if let Some(made) = &self.made {
+            let _ = std::fs::remove_dir_all(made);
+        }
+    }
 }
 
 /// A tensor of a model folder that is to be written, and where its bytes come from.

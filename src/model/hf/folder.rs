@@ -6,13 +6,12 @@ use super::{
     header::Entry,
     ModelConfig, ModelError, TensorSpec,
 };
-use crate::base::{DType, WeightTensor};
+use crate::base::{files, DType, WeightTensor};
 use bytes::Bytes;
 use memmap2::Mmap;
 use serde::Deserialize;
 use std::{
     collections::{BTreeMap, HashSet},
-    fs::File,
     ops::Range,
     path::{Component, Path, PathBuf},
     sync::Arc,
@@ -140,7 +139,7 @@ impl Checkpoint {
             tensors: BTreeMap::new(),
         };
         let index_path = dir.join("model.safetensors.index.json");
-        if !index_path.is_file() {
+        if index_path.symlink_metadata().is_err() {
             let only = dir.join("model.safetensors");
             if !only.exists() {
                 refuse_pieces(dir)?;
@@ -148,7 +147,7 @@ impl Checkpoint {
             checkpoint.add_shard(only)?;
             return Ok(checkpoint);
         }
-        let text = std::fs::read(&index_path).map_err(ModelError::io(&index_path))?;
+        let text = files::read(&index_path).map_err(ModelError::io(&index_path))?;
         let index: Index = serde_json::from_slice(&text).map_err(|source| ModelError::Json {
             path: index_path.clone(),
             source,
@@ -163,11 +162,34 @@ impl Checkpoint {
                 });
             }
         }
-        let mut files: Vec<&String> = index.weight_map.values().collect();
-        files.sort();
-        files.dedup();
-        for file in files {
-            checkpoint.add_shard(dir.join(file))?;
+        let single = dir.join("model.safetensors");
+        if single.exists() && index.weight_map.values().all(|file| file != "model.safetensors") {
+            return Err(ModelError::Safetensors {
+                path: single,
+                problem: format!(
+                    "`{}` does not name it, and programs differ in which of the two they read; remove one",
+                    index_path.display()
+                ),
+            });
+        }
+        let mut first_of: BTreeMap<&String, &String> = BTreeMap::new();
+        for (name, file) in &index.weight_map {
+            first_of.entry(file).or_insert(name);
+        }
+        for (file, name) in first_of {
+            checkpoint
+                .add_shard(dir.join(file))
+                .map_err(|error| match error {
+                    ModelError::Io { path, source } => ModelError::Tensor {
+                        name: name.clone(),
+                        path,
+                        problem: format!(
+                            "{source}; `{}` says that it is in this file",
+                            index_path.display()
+                        ),
+                    },
+                    other => other,
+                })?;
         }
         for (name, file) in &index.weight_map {
             if !checkpoint.tensors.contains_key(name) {
@@ -182,7 +204,7 @@ impl Checkpoint {
     }
 
     fn add_shard(&mut self, path: PathBuf) -> Result<(), ModelError> {
-        let file = File::open(&path).map_err(ModelError::io(&path))?;
+        let file = files::open(&path).map_err(ModelError::io(&path))?;
         // SAFETY: the map is private and read-only. A checkpoint folder is published by a rename and
         // never changed in place; a file that another program cuts off meanwhile would raise SIGBUS.
         let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(&path))?;

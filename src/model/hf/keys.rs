@@ -4,6 +4,9 @@ use super::ModelError;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
+/// No size of a network comes near; products of three of them fit into 64 bits no more than this allows.
+const MAX_SIZE: u64 = 1 << 30;
+
 /// An object of a file; `path` is for messages.
 pub(super) struct Keys<'a> {
     pub map: &'a Map<String, Value>,
@@ -48,6 +51,7 @@ impl<'a> Keys<'a> {
     pub(super) fn size(&self, key: &str) -> Result<usize, ModelError> {
         let value = self.required(key)?;
         match value.as_u64() {
+            Some(n) if n > MAX_SIZE => Err(self.bad(key, format!("{n} is larger than any model's"))),
             Some(n) if n > 0 => Ok(n as usize),
             _ => Err(self.bad(key, format!("{value} is not a positive integer"))),
         }

@@ -6,6 +6,11 @@ use super::{
     ModelError,
 };
 
+/// Layers of the deepest network that anybody writes down.
+const MAX_LAYERS: usize = 10_000;
+/// Experts are numbered by u16 in routing records.
+const MAX_EXPERTS: usize = 1 << 16;
+
 /// All layers in order.
 ///
 /// Mixers: `layer_types` where it is given; otherwise the hybrids attend in every
@@ -14,6 +19,10 @@ use super::{
 /// not divide i + 1; every layer of `qwen3_5_moe` is sparse.
 pub(super) fn read(keys: &Keys<'_>, model_type: ModelType) -> Result<Vec<LayerKind>, ModelError> {
     let count = keys.size("num_hidden_layers")?;
+    if count > MAX_LAYERS {
+        let problem = format!("{count} is more than {MAX_LAYERS}");
+        return Err(keys.bad("num_hidden_layers", problem));
+    }
     let mixers = mixers(keys, model_type, count)?;
     let sparse = sparse(keys, model_type, count)?;
     let layer = |(mixer, sparse)| LayerKind {
@@ -108,6 +117,10 @@ pub(super) fn experts(keys: &Keys<'_>, model_type: ModelType) -> Result<ExpertsC
             .then(|| keys.size_or("shared_expert_intermediate_size", 512))
             .transpose()?,
     };
+    if config.num_experts > MAX_EXPERTS {
+        let problem = format!("{} is more than {MAX_EXPERTS}", config.num_experts);
+        return Err(keys.bad("num_experts", problem));
+    }
     if config.top_k > config.num_experts {
         let problem = format!(
             "{} experts are to be chosen among {}",

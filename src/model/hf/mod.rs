@@ -14,6 +14,8 @@
 //! out slices of the memory map.
 
 mod config;
+#[cfg(test)]
+mod damage_tests;
 mod error;
 mod experts;
 mod export;

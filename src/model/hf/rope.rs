@@ -79,7 +79,20 @@ pub struct YarnScaling {
 impl Rope {
     /// `dim / 2` frequencies in radians a token.
     pub fn frequencies(&self) -> Vec<f64> {
-        let plain = |i: usize| self.theta.powf(-2.0 * i as f64 / self.dim as f64);
+        self.scaled(|i| self.theta.powf(-2.0 * i as f64 / self.dim as f64))
+    }
+
+    /// The frequencies of f32 programs, which round the exponent before they raise `theta` to it: where `dim`
+    /// is not a power of 2, that moves them by up to 1e-6 of themselves.
+    pub fn frequencies_f32(&self) -> Vec<f32> {
+        let plain = |i: usize| {
+            let exponent = (2 * i) as f32 / self.dim as f32;
+            f64::from(1.0 / (self.theta as f32).powf(exponent))
+        };
+        self.scaled(plain).into_iter().map(|f| f as f32).collect()
+    }
+
+    fn scaled(&self, plain: impl Fn(usize) -> f64) -> Vec<f64> {
         let pairs = 0..self.dim / 2;
         match self.scaling {
             None => pairs.map(plain).collect(),

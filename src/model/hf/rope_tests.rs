@@ -36,10 +36,14 @@ fn frequencies_are_those_of_transformers() {
             .map(|f| f.as_f64().unwrap())
             .collect();
         assert_eq!(ours.len(), theirs.len());
-        for (ours, theirs) in ours.iter().zip(theirs) {
+        for (ours, theirs) in ours.iter().zip(&theirs) {
             // transformers computes them in f32.
             let gap = (ours - theirs).abs() / theirs;
             assert!(gap < 2e-6, "{ours} for {theirs}: {}", case["config"]);
+        }
+        for (ours, theirs) in config.rope.frequencies_f32().iter().zip(&theirs) {
+            let gap = (f64::from(*ours) - theirs).abs() / theirs;
+            assert!(gap < 2e-7, "{ours} for {theirs}: {}", case["config"]);
         }
         let factor = case["factor"].as_f64().unwrap();
         assert!(

@@ -4,7 +4,7 @@
 //! m = [q|k|v](h), z, b, a                       projections
 //! m_t = silu( Σ_j w_j ∘ m_{t-(K-1)+j} )         causal depthwise convolution, zeros before the segment
 //! β = σ(b);   g = −e^{A_log}·softplus(a + dt_bias)      g at least f32
-//! o = gated delta rule(q, k, v, g, β)                   at least f32, heads of q and k have length 1
+//! o = gated delta rule(q, k, v, g, β)                   at least f32, normalises the heads of q and k
 //! y = ( norm(o)·w·silu(z) )·Woutᵀ
 //! ```
 

@@ -2,9 +2,11 @@
 //! Networks"; the chunked form is that of Yang et al., 2024, "Parallelizing Linear Transformers with the
 //! Delta Rule").
 //!
-//! Per value head, with a state `S [dk,dv]` that is zero at the start of a segment:
+//! Per value head, with a state `S [dk,dv]` that is zero at the start of a segment. Query and key head i
+//! serve the value heads i·r to (i+1)·r − 1, r = Hv/Hk; they come in as projected and convolved:
 //!
 //! ```text
+//! q ← dk^-½ · q / √(Σq² + 1e-6);   k ← k / √(Σk² + 1e-6)
 //! S ← e^{g_t}·S;   u_t = β_t·(v_t − Sᵀk_t);   S ← S + k_t u_tᵀ;   o_t = Sᵀ q_t
 //! ```
 //!

@@ -264,9 +264,8 @@ fn table_kind(turned: Kind) -> Kind {
 /// Rotary table of the given positions `[T]`, cosines and sines times the attention factor: two `[T, 1, dim]` f32
 /// tensors. Frequencies and angles are those of f32 programs.
 pub(crate) fn rope_table(positions: &Tensor, rope: &Rope) -> (Tensor, Tensor) {
-    // Frequencies in f64, then rounded: an angle is a position times a frequency, and multiplies its error.
-    let frequencies: Vec<f32> = rope.frequencies().iter().map(|f| *f as f32).collect();
-    let angles = angles(positions, &Tensor::from_slice(&frequencies));
+    // An angle is a position times a frequency, and multiplies its error.
+    let angles = angles(positions, &Tensor::from_slice(&rope.frequencies_f32()));
     let factor = rope.attention_factor();
     if angles.device().is_cuda() {
         return (angles.cos() * factor, angles.sin() * factor);

@@ -8,7 +8,7 @@
 //! x = x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
 //! ```
 //!
-//! Llama 3.1 and later stretch the slow rotary frequencies ([`crate::model::hf::Llama3Scaling`]).
+//! With `attention_bias` and `mlp_bias` the projections have biases. Llama 3.1 and later stretch the slow rotary frequencies ([`crate::model::hf::Llama3Scaling`]).
 
 use super::{
     attention::Attention,

@@ -63,12 +63,19 @@ impl Policy {
         Self::build(config, device, |spec| {
             let stored = checkpoint.read(spec)?;
             let whole = tensor_from_weight(&stored.to_weight(), &shape_of(spec), device);
-            let whole = whole.map_err(|e| ModelError::Tensor {
+            let bad = |problem: String| ModelError::Tensor {
                 name: spec.name.clone(),
-                path: stored.path,
-                problem: e.to_string(),
-            })?;
-            Ok(part(spec, whole))
+                path: stored.path.clone(),
+                problem,
+            };
+            let whole = whole.map_err(|e| bad(e.to_string()))?;
+            match first_not_finite(&whole) {
+                None => Ok(part(spec, whole)),
+                Some(at) => Err(bad(format!(
+                    "its number {at} of {} is NaN or infinite, and every result would be",
+                    whole.numel()
+                ))),
+            }
         })
     }
 
@@ -307,6 +314,22 @@ impl Policy {
         let parameters = self.parameters();
         parameters.iter().map(|(n, t)| weight_from_tensor(n, t)).collect()
     }
+}
+
+/// Place of the first number that is NaN or infinite, row by row from 0.
+fn first_not_finite(tensor: &Tensor) -> Option<i64> {
+    let finite = tensor.isfinite();
+    if finite.all().int64_value(&[]) != 0 {
+        return None;
+    }
+    Some(
+        finite
+            .logical_not()
+            .view(-1)
+            .to_kind(Kind::Int8)
+            .argmax(0, false)
+            .int64_value(&[]),
+    )
 }
 
 fn missing(name: &str) -> WeightError {

@@ -2,9 +2,11 @@
 //!
 //! Three of four layers mix tokens with a gated delta net ([`super::delta_net`]), whose projections are
 //! ordered by key head; the others attend, with norms on the heads of queries and keys, a rotation of
-//! the first quarter of each head, and a gate on the output:
+//! the first numbers of each head (`partial_rotary_factor`, a quarter where the config is silent), and a
+//! gate on the output. Which is which say `layer_types`, or `full_attention_interval` (4):
 //!
 //! ```text
+//! x = x + deltanet(a),  or                        a = norm(x), m = norm(x) behind it
 //! (q, gate)_h = a·Wqᵀ of head h                  2d numbers a head
 //! x = x + ( attention(rotate(q_norm(q)), rotate(k_norm(k)), v) ∘ σ(gate) )·Woᵀ
 //! ```

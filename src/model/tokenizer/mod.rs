@@ -118,7 +118,7 @@ impl Tokenizer {
     /// Reads `tokenizer.json`, and the stop ids of the other three files where they exist.
     pub fn from_dir(dir: &Path) -> Result<Self, TokenizerError> {
         let path = dir.join("tokenizer.json");
-        let data = std::fs::read(&path).map_err(|source| TokenizerError::Read {
+        let data = crate::base::files::read(&path).map_err(|source| TokenizerError::Read {
             path: path.clone(),
             source,
         })?;
@@ -453,7 +453,7 @@ pub fn unshield(text: &str) -> Cow<'_, str> {
 
 /// `None` if the file does not exist.
 fn read_json(path: &Path) -> Result<Option<Value>, TokenizerError> {
-    let data = match std::fs::read(path) {
+    let data = match crate::base::files::read(path) {
         Ok(data) => data,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(source) => {

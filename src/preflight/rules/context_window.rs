@@ -10,8 +10,8 @@ pub(super) const RULE: Rule = Rule {
     runs: EVERY_RUN,
     what: "MAX_PROMPT + MAX_RESP fits the engine's context, its cache and the model's positions.",
     why: "A trial that outgrows the engine ends as overlong; positions beyond the model's own give noise.",
-    evidence: "By construction: the engine refuses a prompt that leaves no room, and config.json states max_position_embeddings.",
-    fix: "Lower MAX_PROMPT or MAX_RESP, or raise ROLLOUT_MAX_MODEL_LEN and ENGINE_KV_CACHE_TOKENS.",
+    evidence: "By construction: the engine refuses a prompt that leaves no room, and config.json states max_position_embeddings, and by how much its rotary frequencies stretch it.",
+    fix: "Lower MAX_PROMPT or MAX_RESP, or raise ROLLOUT_MAX_MODEL_LEN and ENGINE_KV_CACHE_TOKENS; a model published for it goes further with `rope_scaling` of type yarn in its config.json.",
     check,
 };
 
@@ -43,7 +43,7 @@ fn check(s: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {
                 .is_some_and(|most| engine.min(window) > most) =>
         {
             found.push(fatal(format!(
-                "a window of {} tokens exceeds the model's max_position_embeddings={}",
+                "a window of {} tokens exceeds the {} of the model (max_position_embeddings, stretched by rope_scaling)",
                 engine.min(window),
                 model.shape.max_positions.unwrap_or_default()
             )))

@@ -30,10 +30,10 @@ const KERNEL: [&str; 3] = ["/dev", "/proc", "/sys"];
 const IN_MEMORY: &str = "/dev/shm";
 
 fn is_of_the_system(path: &Path) -> bool {
-    let below = |folder: &&str| path.starts_with(folder) && !path.starts_with(IN_MEMORY);
+    let is_the_kernels = KERNEL.iter().any(|folder| path.starts_with(folder));
     SHARED.iter().any(|folder| path == Path::new(folder))
         || path == Path::new(IN_MEMORY)
-        || KERNEL.iter().any(|folder| below(&folder))
+        || is_the_kernels && !path.starts_with(IN_MEMORY)
 }
 
 fn check(_: &Settings, facts: Option<&Facts>) -> Vec<Outcome> {

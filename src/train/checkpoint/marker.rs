@@ -103,7 +103,7 @@ pub(super) fn verify(folder: &Path, step: u32) -> Result<u64, String> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let readers = marker.files.len().min(cores).min(READERS_MAX);
     let problems: Vec<(usize, String)> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..readers).map(|_| scope.spawn(&work)).collect();
+        let others: Vec<_> = (1..readers).map(|_| scope.spawn(work)).collect();
         let mut found = work();
         for other in others {
             match other.join() {

@@ -170,8 +170,8 @@ mod tests {
         let problem = |pieces: &[TensorPiece]| PieceIndex::new(pieces).err().unwrap().to_string();
         let (head, tail) = (piece(0, &[0.0; 4]), piece(4, &[0.0; 6]));
         assert!(PieceIndex::new(&[tail.clone(), head.clone()]).is_ok());
-        assert!(problem(&[tail.clone()]).contains("`w`: of its 10 numbers those from 0 to 3"));
-        assert!(problem(&[head.clone()]).contains("those from 4 to 9"));
+        assert!(problem(std::slice::from_ref(&tail)).contains("`w`: of its 10 numbers those from 0 to 3"));
+        assert!(problem(std::slice::from_ref(&head)).contains("those from 4 to 9"));
         assert!(problem(&[head.clone(), piece(6, &[0.0; 4])]).contains("those from 4 to 5"));
         assert!(problem(&[head.clone(), piece(3, &[0.0; 7])]).contains("number 3 of it was written by two"));
         assert!(problem(&[head.clone(), piece(4, &[0.0; 7])]).contains("a piece ends at 11"));

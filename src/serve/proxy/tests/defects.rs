@@ -5,15 +5,15 @@
 const HELD: [(&str, &str); 32] = [
     (
         "log-probs of a changed history were computed again with wrong positions, and the trial was lost",
-        "src/serve/proxy/capture/tests.rs: every_sampled_token_counts_once_where_the_engine_saw_it",
+        "src/serve/proxy/capture/tests/mod.rs: every_sampled_token_counts_once_where_the_engine_saw_it",
     ),
     (
         "text that was tokenised again was trained on as if sampled, with log-prob 0",
-        "src/serve/proxy/capture/tests.rs: rewritten_history_branches_and_shared_tokens_count_once",
+        "src/serve/proxy/capture/tests/mod.rs: rewritten_history_branches_and_shared_tokens_count_once",
     ),
     (
         "the header between two assistant messages was lost",
-        "src/serve/proxy/capture/tests.rs: the_suffix_of_a_long_conversation_is_that_of_a_short_one",
+        "src/serve/proxy/capture/tests/templates.rs: the_suffix_of_a_long_conversation_is_that_of_a_short_one",
     ),
     (
         "log-probs and ids of different lengths dropped the trial at its end",
@@ -25,11 +25,11 @@ const HELD: [(&str, &str); 32] = [
     ),
     (
         "a changed date in a short system prompt moved the main conversation to an untrained one",
-        "src/serve/proxy/capture/tests.rs: a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_reply",
+        "src/serve/proxy/capture/tests/branches.rs: a_request_for_a_summary_is_told_by_the_conversation_that_begins_with_its_reply",
     ),
     (
         "sub-agents were never trained, and parallel ones met in one record",
-        "src/serve/proxy/capture/tests.rs: kinds_of_conversations_beside_the_main_one",
+        "src/serve/proxy/capture/tests/branches.rs: kinds_of_conversations_beside_the_main_one",
     ),
     (
         "a client that went away left its generation running, and its retry was sampled and counted twice",

@@ -23,8 +23,8 @@
 //! sequence `IDS` (u32), `LOGPROBS` (f32), `VERSIONS` (runs of u32 count, u32 version), `MASK` (one
 //! bit a token, low bit first) and, where it was recorded, `ROUTING` (u32 experts of a layer, u32 sparse
 //! layers, u32 experts of a token in a layer, u32 runs, by run u32 first token and u32 tokens; then the rows of all
-//! runs, an expert one byte up to 256 experts a layer and else a u16). A reader that meets a section it does not know refuses the record.
-//! A dropped trial has `META` alone.
+//! runs, an expert one byte up to 256 experts a layer and else a u16). A reader that meets a section it does not
+//! know refuses the record. A dropped trial has `META` alone.
 //!
 //! Rows of routing are not copied when a record is read: the sequence refers to the mapped shard.
 

@@ -12,23 +12,26 @@
 //! This is sound if a template renders new messages the same way whatever stands before the last
 //! assistant turn. [`Renderer::new`] finds the end-of-turn token and checks that property on probe
 //! conversations; a template that fails is refused with the reason.
+//!
+//! [`early`] refuses what cannot fit before it is rendered or encoded; [`tool_lists`] remembers tool lists.
 
-use super::{CaptureError, Form, Item};
+mod early;
+mod tool_lists;
+
+pub use tool_lists::ToolList;
+
+use super::{CaptureError, Item};
 use crate::model::{
     chat_template::{ChatTemplate, TemplateError, Tools},
     tokenizer::{Tokenizer, TokenizerError},
     tool_calls::Thinking,
 };
 use serde_json::{json, Map, Value};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use tool_lists::ToolLists;
 
 /// Stands for the content of a sampled reply.
 const MARKER: &str = "reply-8c1f4e";
-
-/// Longer texts are counted in pieces first, so that megabytes of tool output are refused early.
-const PRECOUNT_BYTES: usize = 4 << 20;
-/// More than the tokens that one cut can add.
-const PRECOUNT_SLACK: usize = 64;
 
 /// A conversation that cannot become tokens.
 #[derive(Debug, thiserror::Error)]
@@ -52,34 +55,6 @@ pub enum RenderError {
     NotExtensible(String),
 }
 
-/// A tool list, read.
-#[derive(Debug)]
-pub struct ToolList {
-    /// In OpenAI form.
-    pub list: Vec<Value>,
-    /// As the template takes it, with special tokens shielded.
-    rendered: Tools,
-}
-
-/// Tool lists that are remembered: all sessions of an agent send the same few.
-const TOOL_LISTS: usize = 32;
-/// Source bytes of all remembered lists; as values they take up to forty times as much.
-const TOOL_LISTS_BYTES: usize = 8 << 20;
-/// A longer list is not remembered.
-const TOOL_LIST_BYTES: usize = 1 << 20;
-/// More bytes of new messages or of tools are counted before they become values or text.
-const COUNTED_BYTES: usize = 1 << 20;
-/// Texts from this length on are counted one by one; of shorter ones each is at least one token.
-const COUNTED_TEXT_BYTES: usize = 1024;
-/// A normaliser may write a character that is not ASCII with so many times fewer bytes.
-const COMPOSED: usize = 3;
-
-struct Remembered {
-    form: Form,
-    raw: Box<[u8]>,
-    list: Arc<ToolList>,
-}
-
 /// See the module documentation.
 pub struct Renderer {
     template: ChatTemplate,
@@ -91,8 +66,7 @@ pub struct Renderer {
     system_anywhere: bool,
     /// Ids of `<think>` and `</think>`, if the template knows them.
     think: Option<[u32; 2]>,
-    /// The one that was used last is the first.
-    tools: Mutex<Vec<Remembered>>,
+    tools: ToolLists,
 }
 
 /// The end of a prompt in which `<think>` may stand.
@@ -114,7 +88,7 @@ impl Renderer {
             end_text: String::new(),
             system_anywhere: true,
             think: None,
-            tools: Mutex::default(),
+            tools: ToolLists::default(),
         };
         if this.template.source().contains("<think>") {
             let id = |token| this.tokenizer.token_to_id(token);
@@ -223,16 +197,8 @@ impl Renderer {
 
     /// Reads a tool list; one that is remembered is not read again.
     pub fn tools(&self, item: Item<'_>) -> Result<Arc<ToolList>, CaptureError> {
-        let lock = || self.tools.lock().unwrap_or_else(PoisonError::into_inner);
-        {
-            let mut lists = lock();
-            let known = lists
-                .iter()
-                .position(|known| known.form == item.form && *known.raw == *item.raw);
-            if let Some(at) = known {
-                lists[..=at].rotate_right(1);
-                return Ok(lists[0].list.clone());
-            }
+        if let Some(known) = self.tools.find(item) {
+            return Ok(known);
         }
         let list = item.tools()?;
         let shielded: Vec<Value> = list.iter().map(|t| self.tokenizer.shield_json(t)).collect();
@@ -240,61 +206,15 @@ impl Renderer {
         Ok(Arc::new(ToolList { list, rendered }))
     }
 
-    /// Remembers the tool list of a prompt that fits. So neither many lists nor long ones fill the memory, and
-    /// a refused request leaves nothing.
+    /// Remembers the tool list of a prompt that fits, so that a refused request leaves nothing.
     pub fn remember_tools(&self, item: Item<'_>, list: Arc<ToolList>) {
-        if item.raw.len() > TOOL_LIST_BYTES {
-            return;
-        }
-        let mut lists = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = |known: &Remembered| known.form == item.form && *known.raw == *item.raw;
-        if lists.iter().any(known) {
-            return;
-        }
-        let remembered = Remembered {
-            form: item.form,
-            raw: item.raw.into(),
-            list,
-        };
-        lists.insert(0, remembered);
-        lists.truncate(TOOL_LISTS);
-        let mut bytes = 0;
-        let fit = lists.iter().take_while(|list| {
-            bytes += list.raw.len();
-            bytes <= TOOL_LISTS_BYTES
-        });
-        let fit = fit.count();
-        lists.truncate(fit);
+        self.tools.remember(item, list);
     }
 
     /// Number and source bytes of the remembered tool lists.
     #[cfg(test)]
     pub fn remembered_tools(&self) -> (usize, usize) {
-        let lists = self.tools.lock().unwrap();
-        (lists.len(), lists.iter().map(|list| list.raw.len()).sum())
-    }
-
-    /// Refuses tools whose texts alone certainly have more than `limit` tokens, before they are parsed.
-    pub fn refuse_long_tools(&self, tools: Item<'_>, limit: usize) -> Result<(), RenderError> {
-        if tools.raw.len() <= COUNTED_BYTES {
-            return Ok(());
-        }
-        let at_least = text_bytes(tools.raw) / self.tokenizer.max_token_bytes();
-        if at_least > limit {
-            return Err(RenderError::TooLong { at_least, limit });
-        }
-        Ok(())
-    }
-
-    /// Counts the tokens of messages that are to be rendered, if there are many bytes of them.
-    pub fn counter(&self, new: &[Item<'_>], limit: usize) -> Counter<'_> {
-        let bytes: usize = new.iter().map(|item| item.raw.len()).sum();
-        Counter {
-            renderer: self,
-            active: bytes > COUNTED_BYTES,
-            limit,
-            counted: 0,
-        }
+        self.tools.usage()
     }
 
     /// Tokens of a whole conversation up to where the assistant begins. Texts that certainly have more
@@ -323,34 +243,6 @@ impl Renderer {
         let text = self.suffix_text(reply, ended, new)?;
         self.precount(&text, limit)?;
         Ok(self.tokenizer.encode_rendered(&text)?)
-    }
-
-    /// Refuses a long text that certainly has more than `limit` tokens.
-    fn precount(&self, text: &str, limit: usize) -> Result<(), RenderError> {
-        if text.len() > PRECOUNT_BYTES {
-            self.count_pieces(text, 0, limit)?;
-        }
-        Ok(())
-    }
-
-    /// `counted` and the tokens that a text has at least; an error as soon as these are more than `limit`.
-    fn count_pieces(&self, text: &str, counted: usize, limit: usize) -> Result<usize, RenderError> {
-        let (mut at_least, mut rest) = (counted, text);
-        while !rest.is_empty() {
-            let mut cut = rest.len().min(PRECOUNT_BYTES / 4);
-            while !rest.is_char_boundary(cut) {
-                cut -= 1;
-            }
-            let (piece, after) = rest.split_at(cut);
-            // Cutting in mid-word costs a few tokens a piece; they are taken off generously.
-            let tokens = self.tokenizer.encode_rendered(piece)?.len();
-            at_least += tokens.saturating_sub(PRECOUNT_SLACK);
-            rest = after;
-            if at_least > limit {
-                return Err(RenderError::TooLong { at_least, limit });
-            }
-        }
-        Ok(at_least)
     }
 
     fn suffix_text(&self, reply: &Value, ended: bool, new: &[Value]) -> Result<String, RenderError> {
@@ -398,76 +290,6 @@ impl Renderer {
             .template
             .render_tools(&messages, tools, generation_prompt, &self.variables)?)
     }
-}
-
-/// Counts what messages have at least, before they are rendered: an assistant's may be left out by a template
-/// (reasoning), and white space around a text too.
-pub struct Counter<'r> {
-    renderer: &'r Renderer,
-    active: bool,
-    limit: usize,
-    counted: usize,
-}
-
-impl Counter<'_> {
-    /// The next messages; an error as soon as all together certainly have more than the limit.
-    pub fn add(&mut self, messages: &[Value]) -> Result<(), RenderError> {
-        if !self.active {
-            return Ok(());
-        }
-        for message in messages.iter().filter(|m| m["role"] != "assistant") {
-            let parts = message["content"].as_array().map_or(&[][..], |parts| parts);
-            let texts = parts.iter().map(|part| &part["text"]);
-            let texts = texts.chain([&message["content"]]).filter_map(Value::as_str);
-            let mut empty = true;
-            for text in texts.map(str::trim).filter(|text| !text.is_empty()) {
-                empty = false;
-                if text.len() >= COUNTED_TEXT_BYTES {
-                    let text = self.renderer.tokenizer.shield(text);
-                    self.counted = self.renderer.count_pieces(&text, self.counted, self.limit)?;
-                }
-            }
-            self.counted += usize::from(!empty);
-            if self.counted > self.limit {
-                return Err(RenderError::TooLong {
-                    at_least: self.counted,
-                    limit: self.limit,
-                });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Bytes that the strings of a JSON text have at least as a tokenizer takes them; white space may be trimmed.
-fn text_bytes(raw: &[u8]) -> usize {
-    let (mut ascii, mut other, mut at, mut inside) = (0, 0, 0, false);
-    while let Some(byte) = raw.get(at) {
-        at += match (inside, byte) {
-            (_, b'"') => {
-                inside = !inside;
-                1
-            }
-            (true, b'\\') => {
-                let unit = raw.get(at + 1) == Some(&b'u');
-                // A unit may be half of a character, and be composed with others.
-                other += usize::from(unit);
-                ascii += usize::from(matches!(raw.get(at + 1), Some(b'"' | b'\\' | b'/')));
-                if unit {
-                    6
-                } else {
-                    2
-                }
-            }
-            (true, byte) => {
-                ascii += usize::from(byte.is_ascii_graphic());
-                other += usize::from(!byte.is_ascii());
-                1
-            }
-            (false, _) => 1,
-        };
-    }
-    ascii + other / COMPOSED
 }
 
 /// A user's message and an assistant's with the marker and the calls of `reply`, without their arguments.
