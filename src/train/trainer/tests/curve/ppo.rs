@@ -70,7 +70,7 @@ fn the_curves_of_ppo_are_those_of_pytorch_with_transformers() {
     let dir = tempfile::tempdir().unwrap();
     let mut batch = fixed_batch(&load(&folder));
     let (data, out) = (dir.path().join("data.json"), dir.path().join("curves.json"));
-    let mut content = as_json(&batch);
+    let mut content = as_json(&batch, STEPS);
     content["settings"] = settings();
     std::fs::write(&data, content.to_string()).unwrap();
     let arguments = [folder.as_os_str(), data.as_os_str(), out.as_os_str()];
