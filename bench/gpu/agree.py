@@ -9,8 +9,8 @@ columns compare the CPU with them. Needs Python with torch and safetensors.
 logits: largest difference over the standard deviation; logprob: largest difference in nats; rms: root mean
 square of the difference of logits over their standard deviation; experts: share of tokens whose set of experts is
 the same; greedy: decoded ids that are the same.
-Fails when f32 differs by more than 1e-4 (1e-6 with a delta net, which is computed in f64), in experts or in greedy ids; or when bf16 on the
-GPU is more than half as far again from f32 as bf16 on the CPU is.
+Fails when f32 differs by more than 1e-4 (1e-6 with a delta net, which is computed in f64), in experts or in greedy
+ids; or when bf16 on the GPU is more than half as far again from f32 as bf16 on the CPU is.
 """
 import argparse
 import json

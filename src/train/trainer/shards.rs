@@ -40,7 +40,7 @@ use std::{
 use tch::{no_grad, Kind, Tensor};
 
 /// Bytes that are copied at a time from a saved state.
-const COPY_BYTES: usize = 4 << 20;
+const COPY_BYTES: usize = 1 << 20;
 
 /// Bytes of this rank's part of a network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
