@@ -53,7 +53,8 @@ The output holds, for input_ids [B,T] (all rows have T tokens: none is padded) o
     last, final norm,
   topk [S,B*T,k] and topk_w: experts, most likely first, and their weights as they multiply the experts' outputs,
     so summing to 1 where norm_topk_prob says so (sparse families); row b*T+t is of token t of sequence b,
-  greedy [B,8+N]: the first 8 tokens of each row and what follows them.
+  greedy [B,8+N] (T+N where T is below 8): the first 8 tokens of each row and what follows them,
+  input_ids as they were read.
 Numbers are written as f32 (whatever was computed in), ids as i64.")]
 pub struct ModelRunArgs {
     /// Folder in Hugging Face layout

@@ -27,7 +27,7 @@ use super::{
     signals::{StopFlag, EXIT_REQUEUE},
     stages,
     team::Team,
-    validation::Validation,
+    validation::{self, Round, Validation},
     wiring::Parts,
 };
 use crate::{
@@ -127,6 +127,8 @@ impl<'a> Head<'a> {
         self.report.started(roles, first, self.total_steps);
         // The engines started with some weights; what they serve from here on is the trainer's version.
         self.publish_weights()?;
+        let rounds = self.settings.paths.run.join("validation");
+        validation::set_aside_after(&rounds, first).with_context(|| rounds.display().to_string())?;
         if first == 0 && self.settings.schedule.val_before_train {
             self.validate(0)?;
         }
@@ -346,11 +348,14 @@ impl<'a> Head<'a> {
         let round = Arc::new(
             Validation::open(
                 &self.settings.paths.run.join("validation"),
-                step,
-                index.len(),
-                self.settings.validation.n,
-                self.settings.run.seed,
-                self.settings.validation.max_retries + 1,
+                &Round {
+                    step,
+                    n_rows: index.len(),
+                    val_n: self.settings.validation.n,
+                    sampling: self.settings.validation.sampling.params(),
+                    seed: self.settings.run.seed,
+                    max_attempts: self.settings.validation.max_retries + 1,
+                },
             )
             .with_context(|| format!("validation of step {step}"))?,
         );

@@ -3,10 +3,14 @@
 //! [`Validation`] is plan and sink of one such round. Ended trials are appended to
 //! `validation/step_NNNN.jsonl`, one line each, so that a round that was killed goes on where it was.
 //! A dropped trial (infrastructure) leaves the score and is counted; it is never a zero.
+//!
+//! A score is one of one policy sampled in one way. Lines of a round with other sampling stay in the file and are
+//! passed over, and so are those of rows and samples that the round does not have. A run that goes on from step N
+//! makes the weights of later steps anew: [`set_aside_after`] moves their rounds away.
 
 use crate::base::{
-    order::trial_seed, DropReason, GroupId, Purpose, SinkError, Submitted, TrialAssignment, TrialEnd,
-    TrialKey, TrialPlan, TrialPlanStep, TrialSink,
+    order::trial_seed, DropReason, GroupId, Purpose, SamplingParams, SinkError, Submitted, TrialAssignment,
+    TrialEnd, TrialKey, TrialPlan, TrialPlanStep, TrialSink,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -31,6 +35,52 @@ pub struct ValidationRow {
     pub dropped: Option<DropReason>,
     /// Answered model calls.
     pub turns: u32,
+    /// How it was sampled; nothing in lines of earlier versions.
+    #[serde(default)]
+    pub sampling: Option<SamplingParams>,
+}
+
+/// What a round consists of.
+#[derive(Clone, Debug)]
+pub struct Round {
+    /// Step of the weights.
+    pub step: u32,
+    /// Rows of `VAL_FILES`.
+    pub n_rows: usize,
+    /// Samples of a row.
+    pub val_n: u32,
+    /// How they are sampled.
+    pub sampling: SamplingParams,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Attempts of a trial at most.
+    pub max_attempts: u32,
+}
+
+/// Moves the rounds of steps after `step` to `step_NNNN.superseded.jsonl`: the weights that they scored are made anew.
+///
+/// # Errors
+/// The folder cannot be read, or a file not moved.
+pub fn set_aside_after(dir: &Path, step: u32) -> std::io::Result<()> {
+    let entries = match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let path = entry?.path();
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let number = name.strip_prefix("step_").and_then(|n| n.strip_suffix(".jsonl"));
+        if number
+            .and_then(|n| n.parse::<u32>().ok())
+            .is_some_and(|n| n > step)
+        {
+            std::fs::rename(&path, path.with_extension("superseded.jsonl"))?;
+        }
+    }
+    Ok(())
 }
 
 /// Result of a round.
@@ -60,19 +110,14 @@ pub struct Validation {
     state: Mutex<State>,
     changed: Notify,
     path: PathBuf,
+    sampling: SamplingParams,
     max_attempts: u32,
 }
 
 impl Validation {
-    /// Opens the round of `step` in `dir`. Trials that are already in its file are not run again.
-    pub fn open(
-        dir: &Path,
-        step: u32,
-        n_rows: usize,
-        val_n: u32,
-        seed: u64,
-        max_attempts: u32,
-    ) -> std::io::Result<Self> {
+    /// Opens a round in `dir`. Trials that are already in its file are not run again.
+    pub fn open(dir: &Path, round: &Round) -> std::io::Result<Self> {
+        let step = round.step;
         std::fs::create_dir_all(dir)?;
         let path = dir.join(format!("step_{step:04}.jsonl"));
         let mut rows = BTreeMap::new();
@@ -90,21 +135,24 @@ impl Validation {
                     break;
                 }
                 whole += line.len() as u64;
-                rows.insert(key, row);
+                let is_asked = key.group.0 < round.n_rows as u64 && key.sample < round.val_n;
+                if is_asked && row.sampling == Some(round.sampling) {
+                    rows.insert(key, row);
+                }
             }
         }
         let file = OpenOptions::new().create(true).append(true).open(&path)?;
         file.set_len(whole)?;
         let mut waiting = VecDeque::new();
-        for row in 0..n_rows as u32 {
-            for sample in 0..val_n {
+        for row in 0..round.n_rows as u32 {
+            for sample in 0..round.val_n {
                 let key = TrialKey {
                     purpose: Purpose::Val { step },
                     group: GroupId(row.into()),
                     sample,
                 };
                 if !rows.contains_key(&key) {
-                    let seed = trial_seed(seed, &key, 0);
+                    let seed = trial_seed(round.seed, &key, 0);
                     waiting.push_back(TrialAssignment {
                         key,
                         attempt: 0,
@@ -124,7 +172,8 @@ impl Validation {
             }),
             changed: Notify::new(),
             path,
-            max_attempts,
+            sampling: round.sampling,
+            max_attempts: round.max_attempts,
         })
     }
 
@@ -206,6 +255,7 @@ impl TrialSink for Validation {
                 reward: Some(t.outcome.reward),
                 dropped: None,
                 turns: t.turns,
+                sampling: Some(self.sampling),
             },
             TrialEnd::Dropped { task, reason, .. } => ValidationRow {
                 trial: key.to_string(),
@@ -213,6 +263,7 @@ impl TrialSink for Validation {
                 reward: None,
                 dropped: Some(reason),
                 turns: 0,
+                sampling: Some(self.sampling),
             },
         };
         let mut state = self.lock();
@@ -264,10 +315,58 @@ mod tests {
         })
     }
 
+    fn like(step: u32, n_rows: usize, val_n: u32, max_attempts: u32) -> Round {
+        Round {
+            step,
+            n_rows,
+            val_n,
+            sampling: SamplingParams::default(),
+            seed: 7,
+            max_attempts,
+        }
+    }
+
+    /// Runs what is left, with this reward; how many trials that were.
+    fn finish(round: &Validation, reward: f64) -> usize {
+        let mut count = 0;
+        while let TrialPlanStep::Run(a) = round.next() {
+            round.submit(finished(a.key, reward)).unwrap();
+            count += 1;
+        }
+        count
+    }
+
+    #[test]
+    fn a_score_is_of_the_weights_and_the_sampling_that_the_run_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = |round: &Round| Validation::open(dir.path(), round).unwrap();
+        for step in [5, 6] {
+            assert_eq!(finish(&open(&like(step, 3, 2, 1)), 0.25), 6);
+        }
+        // The run goes on from step 5: that round is the same weights', the later one is not.
+        set_aside_after(dir.path(), 5).unwrap();
+        assert!(dir.path().join("step_0006.superseded.jsonl").is_file());
+        assert_eq!(open(&like(5, 3, 2, 1)).remaining(), 0);
+        let again = open(&like(6, 3, 2, 1));
+        assert_eq!(finish(&again, 0.75), 6);
+        assert_eq!(again.score().mean_reward, Some(0.75));
+        // Another temperature is another score, and fewer samples or rows are those alone.
+        let mut hot = like(6, 3, 2, 1);
+        hot.sampling.temperature = 1.5;
+        assert_eq!(finish(&open(&hot), 0.5), 6);
+        assert_eq!(open(&hot).score().mean_reward, Some(0.5));
+        hot.val_n = 1;
+        assert_eq!(open(&hot).score().trials, 3);
+        hot.n_rows = 2;
+        assert_eq!(open(&hot).score().trials, 2);
+        // A folder that is not there has no rounds.
+        set_aside_after(&dir.path().join("none"), 0).unwrap();
+    }
+
     #[test]
     fn a_round_goes_on_after_a_kill_with_a_torn_line() {
         let dir = tempfile::tempdir().unwrap();
-        let round = Validation::open(dir.path(), 3, 2, 2, 7, 2).unwrap();
+        let round = Validation::open(dir.path(), &like(3, 2, 2, 2)).unwrap();
         let TrialPlanStep::Run(first) = round.next() else {
             panic!()
         };
@@ -282,7 +381,7 @@ mod tests {
         text.push_str("{\"trial\":\"val0003-g0000");
         std::fs::write(&path, text).unwrap();
 
-        let round = Validation::open(dir.path(), 3, 2, 2, 7, 2).unwrap();
+        let round = Validation::open(dir.path(), &like(3, 2, 2, 2)).unwrap();
         assert_eq!(round.remaining(), 3);
         let mut seen = HashSet::from([first.key]);
         while let TrialPlanStep::Run(a) = round.next() {
@@ -311,7 +410,7 @@ mod tests {
     #[test]
     fn a_round_without_a_verdict_has_no_score() {
         let dir = tempfile::tempdir().unwrap();
-        let round = Validation::open(dir.path(), 0, 1, 1, 7, 1).unwrap();
+        let round = Validation::open(dir.path(), &like(0, 1, 1, 1)).unwrap();
         let TrialPlanStep::Run(a) = round.next() else {
             panic!()
         };
@@ -331,7 +430,7 @@ mod tests {
     #[test]
     fn attempts_end_and_each_draws_other_tokens() {
         let dir = tempfile::tempdir().unwrap();
-        let round = Validation::open(dir.path(), 0, 1, 1, 7, 2).unwrap();
+        let round = Validation::open(dir.path(), &like(0, 1, 1, 2)).unwrap();
         let TrialPlanStep::Run(first) = round.next() else {
             panic!()
         };

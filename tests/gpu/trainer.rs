@@ -130,7 +130,10 @@ fn two_steps_move_the_weights_as_on_the_cpu() {
             let seen = far(steps(name, device, compute, mode));
             // Adam's first steps are signs of the gradient: small gradients turn with its rounding.
             // The gradient norm is that of the second step, and the delta rule's norm bends sharply.
-            let hybrid = ModelConfig::from_dir(&fixture(name)).unwrap().model_type.is_hybrid();
+            let hybrid = ModelConfig::from_dir(&fixture(name))
+                .unwrap()
+                .model_type
+                .is_hybrid();
             let bounds = match compute {
                 ComputeType::F32 if hybrid => [1e-6, 1e-3, 1e-2],
                 ComputeType::F32 => [1e-6, 1e-5, 1e-2],

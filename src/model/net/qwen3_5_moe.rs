@@ -1,5 +1,16 @@
-//! The layer of Qwen3.5 MoE (and 3.6 MoE): mixers as in [`super::qwen3_5`], and in every layer routed
-//! experts with normalised weights and a shared expert, as in [`super::qwen3_next`].
+//! The layer of Qwen3.5 MoE (and 3.6 MoE): mixers as in [`super::qwen3_5`], three of four layers with a gated
+//! delta net ([`super::delta_net`]), the others with gated attention; and experts in every layer.
+//!
+//! ```text
+//! a = norm(x)
+//! x = x + deltanet(a)                                                        where layer_types says linear_attention
+//! x = x + ( attention(rotate(q_norm(q)), rotate(k_norm(k)), v) ∘ σ(gate) )·Woᵀ            where it says full_attention
+//! m = norm(x)
+//! p = softmax(m·gᵀ), e = the k largest of p, w = p_e / Σ p_e                 k = num_experts_per_tok
+//! x = x + Σ_j w_j·expert_{e_j}(m) + σ(m·gsᵀ)·shared(m)                       expert: (silu(m·Gᵀ) ∘ (m·Uᵀ))·Dᵀ
+//! ```
+//!
+//! Norms multiply by `1 + w`. That the weights w are normalised is the family's and no setting (`model/hf/layers.rs`).
 
 use super::{
     decoder::DecoderLayer,

@@ -6,7 +6,8 @@
 //! gate on the output. Which is which say `layer_types`, or `full_attention_interval` (4):
 //!
 //! ```text
-//! x = x + deltanet(a),  or                        a = norm(x), m = norm(x) behind it
+//! a = norm(x)
+//! x = x + deltanet(a)                            where layer_types says linear_attention; where full_attention:
 //! (q, gate)_h = a·Wqᵀ of head h                  2d numbers a head
 //! x = x + ( attention(rotate(q_norm(q)), rotate(k_norm(k)), v) ∘ σ(gate) )·Woᵀ
 //! ```
@@ -14,6 +15,7 @@
 //! Sparse layers add an expert that every token uses:
 //!
 //! ```text
+//! m = norm(x)
 //! x = x + Σ_j w_j·expert_{e_j}(m) + σ(m·gsᵀ)·shared(m)
 //! ```
 //!

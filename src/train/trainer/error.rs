@@ -26,8 +26,9 @@ pub enum TrainError {
     NoCritic,
     /// A checkpoint of a run without a critic cannot continue one with a critic.
     #[error(
-        "the checkpoint holds no critic and ADV_ESTIMATOR=gae continues one; go on with the estimator of the \
-         earlier steps, or start anew with another EXP_NAME"
+        "the checkpoint holds no critic and ADV_ESTIMATOR=gae continues one; go on with the estimator of the step \
+         that wrote it, or move it and those after the last one with a folder `critic` away, or start anew with another \
+         EXP_NAME"
     )]
     NoSavedCritic,
     /// Batches are consumed once each and in order.

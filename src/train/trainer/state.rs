@@ -72,7 +72,14 @@ impl Trainer {
         let saved_critic = match (&self.critic, critic) {
             (Some(ours), Some(saved)) => Some(ours.check(saved)?),
             (Some(_), None) => return Err(TrainError::NoSavedCritic),
-            (None, _) => None,
+            (None, Some(_)) => {
+                tracing::warn!(
+                    "this checkpoint has a critic and ADV_ESTIMATOR reads none: later checkpoints are without it, and \
+                     `gae` can go on from this one alone"
+                );
+                None
+            }
+            (None, None) => None,
         };
         let moments = PieceIndex::new(optimizer)?;
         AdamW::check(&self.shards, &moments)?;

@@ -7,8 +7,8 @@
 //! `k1 = −r`, `k2 = r²/2`, `k3 = exp(r) − 1 − r`
 //!
 //! and looks at each token, or at the sum, mean or maximum over a sequence. `k1` must lie between the
-//! logarithms of two bounds (`seq_mean_k1` is the geometric mean of the ratios), `k2` and `k3` must not
-//! exceed one. What fails any criterion is out: of the loss, of its KL and entropy terms, of the lengths
+//! logarithms of two bounds, which are ratios rollout/old, the inverse of those that the importance weights
+//! are (the mean of a sequence is the logarithm of their geometric mean); `k2` and `k3` must not exceed one. What fails any criterion is out: of the loss, of its KL and entropy terms, of the lengths
 //! that the aggregation divides by, and of the mean ratio of GSPO. Names as verl's `rollout_rs`.
 
 use super::{limited, SequencePair};
