@@ -66,7 +66,7 @@ pub struct ModelRunArgs {
     #[arg(long, value_name = "FILE.safetensors")]
     pub output: PathBuf,
     /// Also decode N tokens greedily behind the first 8 of each row
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(0..=1_000_000))]
     pub greedy: usize,
     /// Where to compute
     #[arg(long, value_enum, default_value = "cpu")]
@@ -75,7 +75,7 @@ pub struct ModelRunArgs {
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: DtypeArg,
     /// CPU threads; 0 takes the cores that the process may use
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub threads: u32,
 }
 
@@ -243,6 +243,18 @@ pub fn run_network(args: &ModelRunArgs) -> anyhow::Result<()> {
         );
     }
     let mut tensors = net::trace(&policy, &rows);
+    for tensor in &tensors {
+        if let net::PlainValues::Floats(values) = &tensor.values {
+            let count = values.iter().filter(|v| !v.is_finite()).count();
+            anyhow::ensure!(
+                count == 0,
+                "{}: {count} of {} numbers of {} are not finite; look at config.json (rope, epsilon) and at the weights' size",
+                args.folder.display(),
+                values.len(),
+                tensor.name
+            );
+        }
+    }
     if args.greedy > 0 {
         tensors.push(greedy(&policy, &rows, args)?);
     }

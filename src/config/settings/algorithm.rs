@@ -161,7 +161,13 @@ fn importance(r: &mut Resolver<'_>, bypass: bool) -> Option<ImportanceSettings> 
             ),
         );
     }
-    match bounds(&threshold.unwrap_or_default()) {
+    let bounds = bounds(&threshold.unwrap_or_default()).and_then(|found| match found {
+        (None, upper) if upper < 1.0 => Err(format!(
+            "cuts every weight at {upper}, also those of tokens that the trainer's own policy sampled, which is 1"
+        )),
+        found => Ok(found),
+    });
+    match bounds {
         Ok((lower, upper)) => Some(ImportanceSettings {
             level,
             lower,
@@ -188,6 +194,9 @@ fn bounds(text: &str) -> Result<(Option<f64>, f64), String> {
     match found {
         Some((Some(lower), upper)) if lower > upper => Err(format!(
             "has the lower bound {lower} above the upper bound {upper}"
+        )),
+        Some((Some(lower), upper)) if lower > 1.0 || upper < 1.0 => Err(format!(
+            "must have 1 between its bounds, the ratio of a token that the trainer's own policy sampled, and is `{text}`"
         )),
         Some(found) => Ok(found),
         None => Err(format!(
@@ -320,6 +329,9 @@ mod tests {
         assert_eq!(bounds("2.0"), Ok((None, 2.0)));
         assert_eq!(bounds("0.5_2"), Ok((Some(0.5), 2.0)));
         assert!(bounds("3_2").unwrap_err().contains("above"));
+        for outside in ["1.5_2.0", "0.2_0.9"] {
+            assert!(bounds(outside).unwrap_err().contains("1 between"), "{outside}");
+        }
         for wrong in ["", "0", "-1", "x", "0.5_", "nan", "0_2", "inf"] {
             assert!(bounds(wrong).unwrap_err().contains("0.5_2.0"), "{wrong}");
         }

@@ -130,6 +130,54 @@ fn damaged_shards_name_tensor_and_file() {
     assert!(problem(dir.path()).contains("remove one"));
 }
 
+/// Adds a tensor of zeros to the one file of a folder.
+fn add_zeros(dir: &Path, name: &str, shape: &[usize]) {
+    let path = dir.join("model.safetensors");
+    let data = fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&data).unwrap();
+    let zeros = vec![0u8; shape.iter().product::<usize>() * 4];
+    let zeros =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), &zeros).unwrap();
+    let mut views: Vec<(String, safetensors::tensor::TensorView<'_>)> = file
+        .names()
+        .into_iter()
+        .map(|n| (n.to_owned(), file.tensor(n).unwrap()))
+        .collect();
+    views.push((name.to_owned(), zeros));
+    let whole = safetensors::serialize(views, None).unwrap();
+    fs::write(path, whole).unwrap();
+}
+
+#[test]
+fn weights_that_are_there_twice_are_refused() {
+    let dir = copy("qwen3_moe");
+    let config = ModelConfig::from_dir(dir.path()).unwrap();
+    let stacked = config
+        .layer_table(0)
+        .into_iter()
+        .find(|s| s.name.ends_with("gate_up_proj"))
+        .unwrap();
+    add_zeros(dir.path(), &stacked.name, &stacked.shape);
+    let text = problem(dir.path());
+    assert!(
+        text.contains(&stacked.name) && text.contains("experts.0.gate_proj.weight"),
+        "{text}"
+    );
+
+    // A head of its own under a flag that says that there is none.
+    let dir = copy("qwen3");
+    let config = ModelConfig::from_dir(dir.path()).unwrap();
+    assert!(config.tie_word_embeddings);
+    let embedding = config.embedding_spec();
+    add_zeros(dir.path(), "lm_head.weight", &embedding.shape);
+    let text = problem(dir.path());
+    assert!(
+        text.contains("lm_head.weight") && text.contains("tie_word_embeddings"),
+        "{text}"
+    );
+    assert!(text.contains("model.safetensors"), "{text}");
+}
+
 #[test]
 fn absurd_sizes_are_refused_by_key() {
     let huge = 1_000_000_000_000u64;

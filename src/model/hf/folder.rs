@@ -313,6 +313,56 @@ impl Checkpoint {
         })
     }
 
+    /// Refuses a folder that holds a tensor of the network twice: stacked experts beside experts one by one, or a head
+    /// that is not the embedding where `tie_word_embeddings` says that it is. Reads at most these two matrices.
+    ///
+    /// # Errors
+    /// The tensor, its file, and what contradicts it.
+    pub fn check_unambiguous(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        let refuse = |name: &str, problem: String| {
+            let stored = self.tensors.get(name);
+            Err(ModelError::Tensor {
+                name: name.to_owned(),
+                path: stored.map_or_else(|| self.dir.clone(), |(shard, _)| self.shards[*shard].path.clone()),
+                problem,
+            })
+        };
+        for spec in config.tensor_table() {
+            if !self.tensors.contains_key(&spec.name) {
+                continue;
+            }
+            let split = experts::parts(&spec).into_iter().map(|part| part.spec.name);
+            if let Some(other) = split.into_iter().find(|name| self.tensors.contains_key(name)) {
+                return refuse(
+                    &spec.name,
+                    format!("the folder also holds `{other}`, the same weights in another layout; remove one of them"),
+                );
+            }
+        }
+        const HEAD: &str = "lm_head.weight";
+        if config.tie_word_embeddings && self.tensors.contains_key(HEAD) {
+            let embedding = config.embedding_spec();
+            let (head, embedded) = (self.get_any(HEAD)?, self.read(&embedding)?);
+            let is_same = head.shape == embedded.shape
+                && if head.dtype == embedded.dtype {
+                    head.data == embedded.data
+                } else {
+                    head.to_weight().data == embedded.to_weight().data
+                };
+            if !is_same {
+                return refuse(
+                    HEAD,
+                    format!(
+                        "tie_word_embeddings is true in config.json and the stored head differs from `{}`; set it to \
+                         false, or remove the head",
+                        embedding.name
+                    ),
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// The stored tensors that make up one of the network, where it is not stored as it is.
     pub(super) fn parts(&self, spec: &TensorSpec) -> Vec<Part> {
         if self.tensors.contains_key(&spec.name) {
@@ -326,8 +376,10 @@ impl Checkpoint {
         config.tensor_table().iter().map(|t| self.read(t)).collect()
     }
 
-    /// Looks, in the headers alone, whether every tensor of the network is there with its shape.
+    /// Looks, in the headers, whether every tensor of the network is there with its shape, and once
+    /// ([`Checkpoint::check_unambiguous`]).
     pub fn check(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        self.check_unambiguous(config)?;
         for spec in config.tensor_table() {
             let parts = self.parts(&spec);
             if parts.is_empty() {

@@ -181,6 +181,12 @@ impl Rope {
                 format!("{partial} of head_dim = {head_dim} gives {dim} rotating numbers; they must be an even number of at least 2"),
             ));
         }
+        if theta < 1.0 {
+            return Err(keys.bad(
+                "rope_theta",
+                format!("{theta}: frequencies must not grow from pair to pair; at least 1"),
+            ));
+        }
         Ok(Self { theta, dim, scaling })
     }
 }

@@ -60,6 +60,7 @@ impl Policy {
     ) -> Result<Self, ModelError> {
         let config = ModelConfig::from_dir(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
+        checkpoint.check_unambiguous(&config)?;
         Self::build(config, device, |spec| {
             let stored = checkpoint.read(spec)?;
             let whole = tensor_from_weight(&stored.to_weight(), &shape_of(spec), device);

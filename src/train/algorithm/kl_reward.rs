@@ -50,7 +50,8 @@ impl KlReward {
             None => self.coefficient,
             Some(AdaptiveKl { target, horizon }) => {
                 let error = (kl / target - 1.0).clamp(-ERROR_LIMIT, ERROR_LIMIT);
-                coefficient * (1.0 + error * trials as f64 / horizon)
+                // More trials than a horizon count as one: beyond five the factor would change its sign.
+                coefficient * (1.0 + error * (trials as f64 / horizon).min(1.0))
             }
         }
     }
@@ -88,5 +89,8 @@ mod tests {
         close(control.next_coefficient(0.3, 5.0, 50), 0.3 * 1.1); // cut at a fifth
         close(control.next_coefficient(0.3, 0.0, 50), 0.3 * 0.9);
         close(control.next_coefficient(0.3, 0.5, 50), 0.3);
+        // A step of many horizons.
+        close(control.next_coefficient(0.3, 0.0, 5000), 0.3 * 0.8);
+        close(control.next_coefficient(0.3, 5.0, 5000), 0.3 * 1.2);
     }
 }

@@ -185,7 +185,9 @@ impl NativeEngine {
         // Before the weights are read.
         check_config(&config)?;
         config.check_memory(&model)?;
-        let stored = Checkpoint::open(policy_dir)?.read_all(&model)?;
+        let checkpoint = Checkpoint::open(policy_dir)?;
+        checkpoint.check_unambiguous(&model)?;
+        let stored = checkpoint.read_all(&model)?;
         let tensors: Vec<WeightTensor> = stored.iter().map(|t| t.to_weight()).collect();
         Self::from_weights(config, model, &tensors)
     }

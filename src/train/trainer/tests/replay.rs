@@ -458,7 +458,8 @@ fn the_experts_of_the_engine_reach_the_trainer_position_by_position() {
     };
     let largest = samples.sequences.iter().map(gap).fold(0.0, f64::max);
     println!("engine and trainer differ by {largest:.1e} in log-probability at most");
-    assert!(largest < 1e-5, "{largest}");
+    // The weights are ten times those of a new network, and so is what f32 rounds.
+    assert!(largest < 2e-5, "{largest}");
 
     let metrics = trainer.step(&batch).unwrap();
     assert_eq!(metrics.get("training/r3_coverage"), Some(1.0));
