@@ -171,6 +171,10 @@ pub(super) fn rms_norm(x: &Tensor, weight: &[f32], eps: f32) -> Tensor {
 /// The memory of a contiguous f32 tensor on the CPU.
 pub(super) fn floats(t: &Tensor) -> &[f32] {
     check(t);
+    if t.numel() == 0 {
+        // Its address is null.
+        return &[];
+    }
     // SAFETY: `check` made sure that the tensor is numel() f32 values in a row in host memory; the borrow
     // of the handle keeps the memory alive, and no other handle writes it meanwhile.
     unsafe { std::slice::from_raw_parts(t.data_ptr().cast::<f32>(), t.numel()) }
@@ -179,6 +183,9 @@ pub(super) fn floats(t: &Tensor) -> &[f32] {
 /// [`floats`] to write to. Only for tensors that were made for the purpose and have no second handle.
 pub(super) fn floats_mut(t: &mut Tensor) -> &mut [f32] {
     check(t);
+    if t.numel() == 0 {
+        return &mut [];
+    }
     // SAFETY: as in `floats`; the exclusive borrow and the caller's single handle rule out aliases.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast::<f32>(), t.numel()) }
 }

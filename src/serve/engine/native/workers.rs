@@ -17,8 +17,8 @@ const MIN_ROWS_TO_SPLIT: usize = 4;
 pub(super) trait Network: Sized + Send + 'static {
     /// Handles to the same memory for another thread.
     fn share(&self) -> Self;
-    /// Computes a share and draws a token for every sequence that samples, in order. None stands for logits
-    /// that are not finite.
+    /// Computes a share, which is never empty, and draws a token for every sequence that samples, in order. None
+    /// stands for logits that are not finite.
     fn step(&self, share: &[SequenceWork]) -> Vec<Option<Draw>>;
 }
 
@@ -98,7 +98,9 @@ impl<N: Network> Workers<N> {
         if self.remote.is_empty() || works.len() < 2 || rows < MIN_ROWS_TO_SPLIT {
             return Ok(self.local.step(&works));
         }
-        let shares = split(&works.iter().map(cost).collect::<Vec<_>>(), self.remote.len() + 1);
+        // A thread without a sequence is left alone.
+        let num_shares = works.len().min(self.remote.len() + 1);
+        let shares = split(&works.iter().map(cost).collect::<Vec<_>>(), num_shares);
         let mut slots: Vec<Option<SequenceWork>> = works.into_iter().map(Some).collect();
         // Place of each sequence's draw among all draws.
         let mut places: Vec<Option<usize>> = Vec::with_capacity(slots.len());
@@ -114,7 +116,7 @@ impl<N: Network> Workers<N> {
             self.remote[i].send(i, Job::Step(take(share)))?;
         }
         let mut results = vec![self.local.step(&own)];
-        for (i, remote) in self.remote.iter().enumerate() {
+        for (i, remote) in self.remote.iter().enumerate().take(num_shares - 1) {
             results.push(remote.results.recv().map_err(|_| WorkerDied(i + 1))?);
         }
         for (share, result) in shares.iter().zip(results) {
@@ -151,7 +153,8 @@ fn cost(work: &SequenceWork) -> usize {
     work.tokens.len() * (512 + work.start + work.tokens.len())
 }
 
-/// Puts the most expensive item where the least is so far. Items of a share stay in order.
+/// Puts the most expensive item where the least is so far. Items of a share stay in order. No share is empty where
+/// there are as many items and every one costs something.
 fn split(costs: &[usize], num_shares: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..costs.len()).collect();
     order.sort_by_key(|i| std::cmp::Reverse(costs[*i]));
@@ -171,7 +174,44 @@ fn split(costs: &[usize], num_shares: usize) -> Vec<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::split;
+    use super::*;
+    use crate::{base::SamplingParams, serve::engine::native::pages::PageId};
+
+    /// Draws the first token of each sequence again.
+    struct Echo;
+
+    impl Network for Echo {
+        fn share(&self) -> Self {
+            Self
+        }
+
+        fn step(&self, share: &[SequenceWork]) -> Vec<Option<Draw>> {
+            assert!(!share.is_empty(), "a thread was given nothing");
+            let sampling = share.iter().filter(|work| work.sample.is_some());
+            let draw = |work: &SequenceWork| Draw {
+                id: work.tokens[0],
+                logprob: 0.0,
+            };
+            sampling.map(|work| Some(draw(work))).collect()
+        }
+    }
+
+    #[test]
+    fn no_thread_computes_an_empty_share_and_draws_keep_their_order() {
+        let workers = Workers::start(Echo, 6).unwrap();
+        for count in 1..10u32 {
+            let work = |i| SequenceWork {
+                start: 0,
+                tokens: vec![i; 4],
+                pages: vec![PageId(0)],
+                state: None,
+                sample: (i % 3 != 1).then(|| (SamplingParams::default(), 0.5)),
+            };
+            let draws = workers.step((0..count).map(work).collect()).unwrap();
+            let ids: Vec<u32> = draws.into_iter().map(|draw| draw.unwrap().id).collect();
+            assert_eq!(ids, (0..count).filter(|i| i % 3 != 1).collect::<Vec<_>>());
+        }
+    }
 
     #[test]
     fn split_gives_every_item_to_one_share_and_balances() {
